@@ -1,0 +1,1 @@
+//! Running a function of a program.

@@ -1,0 +1,416 @@
+//! Constants: literals as the wire has them, and weights as promises of bytes.
+
+use std::{fmt, ops::Range, sync::Arc};
+
+use half::{bf16, f16};
+
+use super::{DType, TensorType, Type};
+use crate::{bail, error::Result};
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Const {
+    pub ty: Type,
+    pub data: Data,
+    pub doc: String,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum Data {
+    Literal(Literal),
+    Weight(Weight),
+}
+
+/// A literal in the field of the wire format that holds it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Literal {
+    Bools(Vec<bool>),
+    /// int32, int16 and uint16
+    Ints(Vec<i32>),
+    Longs(Vec<i64>),
+    /// fp32
+    Floats(Vec<f32>),
+    Doubles(Vec<f64>),
+    Strings(Vec<String>),
+    /// fp16, 8-bit, uint32 and bit-packed types, little-endian
+    Bytes(Vec<u8>),
+    Tuple(Vec<Const>),
+    List(Vec<Const>),
+    Dict(Vec<(Const, Const)>),
+    /// A tensor literal with none of the wire's alternatives set.
+    Empty,
+    /// A value with no payload at all.
+    Missing,
+}
+
+/// A tensor that is produced only when it is needed. Equal keys are stored once.
+#[derive(Clone)]
+pub struct Weight {
+    pub key: String,
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    produce: Arc<dyn Fn() -> Result<Bytes> + Send + Sync>,
+}
+
+/// Bytes in memory or in a mapped file.
+pub enum Bytes {
+    Owned(Vec<u8>),
+    Mapped(Arc<memmap2::Mmap>, Range<usize>),
+}
+
+/// Elements, decoded: floats in 32 bits, integers in 64.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Numbers {
+    Floats(Vec<f32>),
+    Ints(Vec<i64>),
+    Bools(Vec<bool>),
+}
+
+impl Weight {
+    /// `produce` gives exactly the packed bytes of `shape` elements of `dtype`, row-major and little-endian.
+    pub fn new(
+        key: impl Into<String>,
+        dtype: DType,
+        shape: impl Into<Vec<usize>>,
+        produce: impl Fn() -> Result<Bytes> + Send + Sync + 'static,
+    ) -> Self {
+        Self { key: key.into(), dtype, shape: shape.into(), produce: Arc::new(produce) }
+    }
+
+    pub fn ty(&self) -> TensorType {
+        TensorType::new(self.dtype, self.shape.iter().copied())
+    }
+
+    pub fn count(&self) -> usize {
+        self.shape.iter().fold(1, |n: usize, d| n.saturating_mul(*d))
+    }
+
+    /// The packed bytes, of the promised length.
+    pub fn bytes(&self) -> Result<Bytes> {
+        let bytes = (self.produce)()?;
+        let Some(want) = self.dtype.packed_len(self.count()) else {
+            bail!("weight `{}`: {} cannot be stored", self.key, self.ty());
+        };
+        if bytes.len() != want {
+            bail!("weight `{}`: {} takes {want} bytes, {} were produced", self.key, self.ty(), bytes.len());
+        }
+        Ok(bytes)
+    }
+
+    pub fn numbers(&self) -> Result<Numbers> {
+        Numbers::decode(self.dtype, &self.bytes()?, self.count())
+    }
+
+    /// The elements as 32-bit floats, whatever the stored type is.
+    pub fn floats(&self) -> Result<Vec<f32>> {
+        Ok(self.numbers()?.into_floats())
+    }
+
+    /// A weight made from this one's elements when it is needed; `how` joins the key, so that the same
+    /// change to the same weight is stored once.
+    #[must_use]
+    pub fn map(
+        &self,
+        how: &str,
+        dtype: DType,
+        shape: impl Into<Vec<usize>>,
+        f: impl Fn(Vec<f32>) -> Result<Vec<f32>> + Send + Sync + 'static,
+    ) -> Weight {
+        let (source, key) = (self.clone(), format!("{} | {how}", self.key));
+        let place = key.clone();
+        Weight::new(key, dtype, shape, move || {
+            let bytes = encode_floats(dtype, &f(source.floats()?)?);
+            Ok(Bytes::Owned(bytes.map_err(|e| e.at(&place))?))
+        })
+    }
+}
+
+impl fmt::Debug for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Weight({} {})", self.key, self.ty())
+    }
+}
+
+impl PartialEq for Weight {
+    fn eq(&self, other: &Self) -> bool {
+        self.key == other.key && self.dtype == other.dtype && self.shape == other.shape
+    }
+}
+
+impl std::ops::Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Owned(v) => v,
+            Bytes::Mapped(map, range) => map.get(range.clone()).unwrap_or(&[]),
+        }
+    }
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(v: Vec<u8>) -> Self {
+        Bytes::Owned(v)
+    }
+}
+
+/// Packs floats as `dtype`, rounding to nearest; only float types.
+pub fn encode_floats(dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
+    Ok(match dtype {
+        DType::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::F64 => values.iter().flat_map(|v| f64::from(*v).to_le_bytes()).collect(),
+        other => bail!("floats cannot be stored as {other}"),
+    })
+}
+
+/// Packs integers as `dtype`: whole bytes little-endian, narrower ones as a bit stream, low bits first.
+pub fn encode_ints(dtype: DType, values: &[i64]) -> Result<Vec<u8>> {
+    let Some((bits, (low, high))) = dtype.bits().zip(dtype.int_range()) else {
+        bail!("integers cannot be stored as {dtype}");
+    };
+    if let Some(bad) = values.iter().find(|v| !(low..=high).contains(*v)) {
+        bail!("{bad} is outside {dtype}, {low} to {high}");
+    }
+    if bits >= 8 {
+        return Ok(values.iter().flat_map(|v| v.to_le_bytes().into_iter().take(bits / 8)).collect());
+    }
+    let mut out = vec![0u8; (values.len() * bits).div_ceil(8)];
+    for (i, v) in values.iter().enumerate() {
+        for b in 0..bits {
+            if (v >> b) & 1 == 1 {
+                out[(i * bits + b) / 8] |= 1 << ((i * bits + b) % 8);
+            }
+        }
+    }
+    Ok(out)
+}
+
+impl Numbers {
+    pub fn len(&self) -> usize {
+        match self {
+            Numbers::Floats(v) => v.len(),
+            Numbers::Ints(v) => v.len(),
+            Numbers::Bools(v) => v.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Decodes `count` packed elements.
+    pub fn decode(dtype: DType, bytes: &[u8], count: usize) -> Result<Numbers> {
+        let Some(want) = dtype.packed_len(count) else {
+            bail!("{count} elements of {dtype} have no packed form");
+        };
+        if bytes.len() != want {
+            bail!("{count} elements of {dtype} take {want} bytes, there are {}", bytes.len());
+        }
+        fn each<const N: usize, T>(bytes: &[u8], f: impl Fn([u8; N]) -> T) -> Vec<T> {
+            bytes.as_chunks::<N>().0.iter().map(|c| f(*c)).collect()
+        }
+        Ok(match dtype {
+            DType::F16 => Numbers::Floats(each(bytes, |b| f16::from_le_bytes(b).to_f32())),
+            DType::BF16 => Numbers::Floats(each(bytes, |b| bf16::from_le_bytes(b).to_f32())),
+            DType::F32 => Numbers::Floats(each(bytes, f32::from_le_bytes)),
+            #[expect(clippy::cast_possible_truncation, reason = "floats are computed in 32 bits")]
+            DType::F64 => Numbers::Floats(each(bytes, |b| f64::from_le_bytes(b) as f32)),
+            DType::F8E4M3 => Numbers::Floats(bytes.iter().map(|b| f8_e4m3(*b)).collect()),
+            // E5M2 is the upper byte of fp16.
+            DType::F8E5M2 => {
+                Numbers::Floats(bytes.iter().map(|b| f16::from_le_bytes([0, *b]).to_f32()).collect())
+            }
+            DType::Bool => Numbers::Bools(bytes.iter().map(|b| *b != 0).collect()),
+            DType::I8 => Numbers::Ints(each(bytes, |b: [u8; 1]| i64::from(i8::from_le_bytes(b)))),
+            DType::U8 => Numbers::Ints(bytes.iter().map(|b| i64::from(*b)).collect()),
+            DType::I16 => Numbers::Ints(each(bytes, |b| i64::from(i16::from_le_bytes(b)))),
+            DType::U16 => Numbers::Ints(each(bytes, |b| i64::from(u16::from_le_bytes(b)))),
+            DType::I32 => Numbers::Ints(each(bytes, |b| i64::from(i32::from_le_bytes(b)))),
+            DType::U32 => Numbers::Ints(each(bytes, |b| i64::from(u32::from_le_bytes(b)))),
+            DType::I64 | DType::U64 => Numbers::Ints(each(bytes, i64::from_le_bytes)),
+            DType::I4 | DType::U1 | DType::U2 | DType::U3 | DType::U4 | DType::U6 => {
+                let bits = dtype.bits().unwrap_or(8);
+                let sign = if dtype == DType::I4 { 8 } else { 0 };
+                let get = |i: usize| {
+                    let (at, mask) = (i * bits, (1u16 << bits) - 1);
+                    let word =
+                        u16::from(bytes[at / 8]) | (u16::from(*bytes.get(at / 8 + 1).unwrap_or(&0)) << 8);
+                    let code = i64::from((word >> (at % 8)) & mask);
+                    (code ^ sign) - sign
+                };
+                Numbers::Ints((0..count).map(get).collect())
+            }
+            DType::String => bail!("strings have no packed form"),
+        })
+    }
+
+    pub fn into_floats(self) -> Vec<f32> {
+        match self {
+            Numbers::Floats(v) => v,
+            #[expect(clippy::cast_precision_loss, reason = "floats are computed in 32 bits")]
+            Numbers::Ints(v) => v.into_iter().map(|i| i as f32).collect(),
+            Numbers::Bools(v) => v.into_iter().map(|b| f32::from(u8::from(b))).collect(),
+        }
+    }
+
+    pub fn into_ints(self) -> Vec<i64> {
+        match self {
+            Numbers::Ints(v) => v,
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "integers from floats truncate, as `cast` does"
+            )]
+            Numbers::Floats(v) => v.into_iter().map(|f| f as i64).collect(),
+            Numbers::Bools(v) => v.into_iter().map(i64::from).collect(),
+        }
+    }
+}
+
+/// FP8 with 4 exponent and 3 mantissa bits, bias 7, no infinity; 0x7f and 0xff are NaN.
+fn f8_e4m3(b: u8) -> f32 {
+    let sign = if b & 0x80 == 0 { 1.0 } else { -1.0 };
+    let (exponent, mantissa) = (i32::from((b >> 3) & 15), f32::from(b & 7));
+    match (exponent, b & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => sign * mantissa / 8.0 * (-6f32).exp2(),
+        #[expect(clippy::cast_precision_loss, reason = "an exponent of at most 8")]
+        _ => sign * (1.0 + mantissa / 8.0) * ((exponent - 7) as f32).exp2(),
+    }
+}
+
+impl Const {
+    pub fn literal(ty: impl Into<Type>, literal: Literal) -> Self {
+        Self { ty: ty.into(), data: Data::Literal(literal), doc: String::new() }
+    }
+
+    pub fn weight(weight: Weight) -> Self {
+        Self { ty: weight.ty().into(), data: Data::Weight(weight), doc: String::new() }
+    }
+
+    pub fn string(s: impl Into<String>) -> Self {
+        Self::literal(TensorType::scalar(DType::String), Literal::Strings(vec![s.into()]))
+    }
+
+    pub fn bool(b: bool) -> Self {
+        Self::literal(TensorType::scalar(DType::Bool), Literal::Bools(vec![b]))
+    }
+
+    pub fn bools(v: &[bool]) -> Self {
+        Self::literal(TensorType::new(DType::Bool, [v.len()]), Literal::Bools(v.to_vec()))
+    }
+
+    pub fn int(i: i32) -> Self {
+        Self::literal(TensorType::scalar(DType::I32), Literal::Ints(vec![i]))
+    }
+
+    pub fn ints(v: &[i32]) -> Self {
+        Self::literal(TensorType::new(DType::I32, [v.len()]), Literal::Ints(v.to_vec()))
+    }
+
+    /// A scalar of a float type: fp16 and fp32.
+    pub fn float(dtype: DType, v: f32) -> Self {
+        Self::literal(TensorType::scalar(dtype), float_literal(dtype, &[v]))
+    }
+
+    /// A float tensor as a literal; for weights use [`Const::weight`].
+    pub fn floats(dtype: DType, shape: &[usize], v: &[f32]) -> Self {
+        Self::literal(TensorType::new(dtype, shape.iter().copied()), float_literal(dtype, v))
+    }
+
+    /// The one string of a string constant.
+    pub fn str(&self) -> Option<&str> {
+        match &self.data {
+            Data::Literal(Literal::Strings(v)) => v.first().map(String::as_str),
+            _ => None,
+        }
+    }
+
+    /// The elements of a tensor constant. A literal of one element stands for all, as Core ML reads it.
+    pub fn numbers(&self) -> Result<Numbers> {
+        let Type::Tensor(t) = &self.ty else { bail!("a constant of type {} has no elements", self.ty) };
+        let literal = match &self.data {
+            Data::Weight(w) => return w.numbers(),
+            Data::Literal(l) => l,
+        };
+        let Some(count) = t.count() else { bail!("constant {t} has a size that is not fixed") };
+        let numbers = match literal {
+            Literal::Bools(v) => Numbers::Bools(v.clone()),
+            Literal::Ints(v) => Numbers::Ints(v.iter().map(|i| i64::from(*i)).collect()),
+            Literal::Longs(v) => Numbers::Ints(v.clone()),
+            Literal::Floats(v) => Numbers::Floats(v.clone()),
+            #[expect(clippy::cast_possible_truncation, reason = "floats are computed in 32 bits")]
+            Literal::Doubles(v) => Numbers::Floats(v.iter().map(|d| *d as f32).collect()),
+            Literal::Bytes(v) => return Numbers::decode(t.dtype, v, count),
+            Literal::Empty if count == 0 => Numbers::Ints(Vec::new()),
+            _ => bail!("constant {t} holds no numbers"),
+        };
+        if numbers.len() == count {
+            return Ok(numbers);
+        }
+        // Counts come from headers: never allocate far beyond what the file itself holds.
+        if numbers.len() == 1 && count <= 1 << 28 {
+            return Ok(match numbers {
+                Numbers::Bools(v) => Numbers::Bools(vec![v[0]; count]),
+                Numbers::Ints(v) => Numbers::Ints(vec![v[0]; count]),
+                Numbers::Floats(v) => Numbers::Floats(vec![v[0]; count]),
+            });
+        }
+        bail!("constant {t} holds {} elements, its type says {count}", numbers.len());
+    }
+}
+
+fn float_literal(dtype: DType, v: &[f32]) -> Literal {
+    match dtype {
+        DType::F32 => Literal::Floats(v.to_vec()),
+        _ => Literal::Bytes(v.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The byte vectors of the storage format, and the way back.
+    #[test]
+    fn narrow_integers_pack_low_bits_first() {
+        for (dtype, values, bytes) in [
+            (DType::U6, vec![1, 2, 63], vec![0x81, 0xf0, 0x03]),
+            (DType::U3, vec![1, 2, 7], vec![0xd1, 0x01]),
+            (DType::U4, vec![1, 2, 15], vec![0x21, 0x0f]),
+            (DType::U2, vec![1, 2, 3], vec![0x39]),
+            (DType::U1, vec![1, 0, 1], vec![0x05]),
+            (DType::I4, vec![-8, 7, 3, 1, -1, 2], vec![0x78, 0x13, 0x2f]),
+        ] {
+            assert_eq!(encode_ints(dtype, &values).unwrap(), bytes, "{dtype}");
+            assert_eq!(
+                Numbers::decode(dtype, &bytes, values.len()).unwrap(),
+                Numbers::Ints(values),
+                "{dtype}"
+            );
+        }
+        assert!(encode_ints(DType::U3, &[8]).is_err());
+    }
+
+    #[test]
+    fn eight_bit_floats_decode() {
+        for (bits, value) in
+            [(0x38, 1.0), (0x7e, 448.0), (0x01, 2f32.powi(-9)), (0xb8, -1.0), (0x08, 2f32.powi(-6))]
+        {
+            assert_eq!(f8_e4m3(bits), value);
+        }
+        assert!(f8_e4m3(0x7f).is_nan());
+        assert_eq!(
+            Numbers::decode(DType::F8E5M2, &[0x3c, 0x7b], 2).unwrap(),
+            Numbers::Floats(vec![1.0, 57344.0])
+        );
+    }
+
+    #[test]
+    fn one_element_stands_for_all() {
+        let c = Const::literal(TensorType::new(DType::I32, [3usize]), Literal::Ints(vec![7]));
+        assert_eq!(c.numbers().unwrap(), Numbers::Ints(vec![7, 7, 7]));
+        let c = Const::literal(TensorType::new(DType::I32, [3usize]), Literal::Ints(vec![7, 8]));
+        assert!(c.numbers().is_err());
+    }
+}

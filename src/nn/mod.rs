@@ -1,0 +1,1 @@
+//! The BC1S vocabulary.

@@ -1,0 +1,5 @@
+//! Scaled dot-product attention.
+
+use super::Spec;
+
+pub static SPECS: &[&Spec] = &[];

@@ -1,0 +1,5 @@
+//! Convolutions and matrix products.
+
+use super::Spec;
+
+pub static SPECS: &[&Spec] = &[];

@@ -1,0 +1,5 @@
+//! Normalisation and softmax.
+
+use super::Spec;
+
+pub static SPECS: &[&Spec] = &[];

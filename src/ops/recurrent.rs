@@ -1,0 +1,5 @@
+//! Recurrent layers.
+
+use super::Spec;
+
+pub static SPECS: &[&Spec] = &[];

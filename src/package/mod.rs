@@ -1,0 +1,1 @@
+//! The outside format: packages on disk, read and written.

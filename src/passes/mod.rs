@@ -1,0 +1,1 @@
+//! Tidying programs to a fixpoint.

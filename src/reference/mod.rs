@@ -1,0 +1,1 @@
+//! Plain forward passes that share nothing with the graph.

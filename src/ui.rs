@@ -1,0 +1,1 @@
+//! The one place that prints: data on stdout, talk on stderr.

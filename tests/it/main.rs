@@ -1,0 +1,12 @@
+//! One test binary, one module a room.
+
+mod arrows;
+mod check;
+mod checkpoint;
+mod cli;
+mod damage;
+mod interp;
+mod models;
+mod ops;
+mod package;
+mod reference;
