@@ -164,10 +164,10 @@ impl Builder {
 }
 
 /// Words of MIL text, which the compiler prints a program as.
-pub const RESERVED: [&str; 27] = [
+pub const RESERVED: [&str; 24] = [
     "any", "bool", "program", "func", "tensor", "list", "dict", "tuple", "true", "false", "string", "bf16",
     "fp16", "fp32", "fp64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "state", "block", "const", "input",
+    "state",
 ];
 
 /// Whether Core ML takes `name` for a function, value, input or output.
