@@ -153,15 +153,31 @@ impl From<Vec<u8>> for Bytes {
     }
 }
 
-/// Packs floats as `dtype`, rounding to nearest; only float types.
+/// Packs floats as `dtype`, rounding to nearest; only float types. What fp16 cannot hold is refused.
 pub fn encode_floats(dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
     Ok(match dtype {
-        DType::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        DType::F16 => {
+            fits_f16(values)?;
+            values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()
+        }
         DType::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
         DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         DType::F64 => values.iter().flat_map(|v| f64::from(*v).to_le_bytes()).collect(),
         other => bail!("floats cannot be stored as {other}"),
     })
+}
+
+/// Refuses values that would turn into infinities, and those that are no numbers already.
+fn fits_f16(values: &[f32]) -> Result<()> {
+    // 65520 is the first value that rounds to infinity.
+    let bad = |v: &&f32| v.abs() >= 65520.0 || v.is_nan();
+    let count = values.iter().filter(bad).count();
+    if count == 0 {
+        return Ok(());
+    }
+    let nan = values.iter().filter(|v| v.is_nan()).count();
+    let largest = values.iter().filter(|v| !v.is_nan()).fold(0f32, |a, v| if v.abs() > a.abs() { *v } else { a });
+    bail!("{count} of {} values do not fit fp16: largest {largest}, {nan} not a number", values.len(); hint: "fp16 reaches 65504; scale the weight or convert with `--precision fp32`");
 }
 
 /// Packs integers as `dtype`: whole bytes little-endian, narrower ones as a bit stream, low bits first.

@@ -1,1 +1,16 @@
-//! The BC1S vocabulary.
+//! The BC1S vocabulary: what the Neural Engine wants, as blocks to write architectures with.
+//!
+//! An activation is `[batch, channels, 1, sequence]` from the embedding to the head; see [`net`].
+
+pub mod act;
+pub mod attention;
+pub mod embed;
+pub mod head;
+pub mod linear;
+pub mod net;
+pub mod norm;
+pub mod rope;
+
+pub use act::Act;
+pub use attention::{Heads, Mask};
+pub use net::{Hidden, Net};
