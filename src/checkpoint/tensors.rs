@@ -3,13 +3,7 @@
 //! Where a name ends in `LayerNorm.weight` or `LayerNorm.bias` and is not there, the old names
 //! `LayerNorm.gamma` and `LayerNorm.beta` are looked up instead.
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    ops::Range,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, fmt, ops::Range, path::Path, sync::Arc};
 
 use half::f16;
 use memmap2::Mmap;
@@ -23,7 +17,7 @@ use super::{
 use crate::{
     bail,
     error::{Error, Result},
-    mil::{Bytes, DType, Weight},
+    mil::{Bytes, DType, Numbers, Weight},
 };
 
 #[derive(Debug)]
@@ -45,7 +39,7 @@ impl Tensors {
     pub(super) fn open(files: &WeightFiles, config: &Config, notes: &mut Vec<String>) -> Result<Tensors> {
         let mut tensors = Tensors { entries: BTreeMap::new(), fp8_block: fp8_block(config) };
         for file in &files.files {
-            tensors.add_file(file)?;
+            tensors.add_file(file, files.index.as_ref())?;
         }
         if let Some(index) = &files.index {
             tensors.check_index(index, notes)?;
@@ -119,7 +113,7 @@ impl Tensors {
         near.into_iter().take(3).filter(|(d, _)| *d <= name.len() / 2).map(|(_, n)| n).collect()
     }
 
-    fn add_file(&mut self, path: &Path) -> Result<()> {
+    fn add_file(&mut self, path: &Path, index: Option<&BTreeMap<String, String>>) -> Result<()> {
         let file: Arc<Path> = path.into();
         let mapped = safetensors::open(path)?;
         for (name, entry) in mapped.entries {
@@ -136,8 +130,8 @@ impl Tensors {
                     other.file.display(), info.file.display();
                     hint: "one of the files is from another version of the model; fetch them again"
                 ),
-                Some(_) => {}
-                None => {
+                Some(_) if index.and_then(|i| i.get(&name)) != Some(&info.file_name()) => {}
+                _ => {
                     self.entries.insert(name, info);
                 }
             }
@@ -210,12 +204,15 @@ impl Info {
     }
 
     fn file_name(&self) -> String {
-        PathBuf::from(&*self.file).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default()
+        self.file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
     fn same_as(&self, other: &Info) -> bool {
-        let bytes = |info: &Info| info.map.get(info.range.clone()).map(<[u8]>::to_vec);
-        self.dtype == other.dtype && self.shape == other.shape && bytes(self) == bytes(other)
+        self.dtype == other.dtype && self.shape == other.shape && self.bytes() == other.bytes()
+    }
+
+    fn bytes(&self) -> &[u8] {
+        self.map.get(self.range.clone()).unwrap_or(&[])
     }
 }
 
@@ -231,7 +228,7 @@ fn is_fp8(dtype: DType) -> bool {
 
 fn to_f16(weight: &Weight) -> Result<Bytes> {
     let bytes = weight.bytes()?;
-    let values = crate::mil::Numbers::decode(weight.dtype, &bytes, weight.count())?.into_floats();
+    let values = Numbers::decode(weight.dtype, &bytes, weight.count())?.into_floats();
     let fits = |v: f32| v.abs() <= f16::MAX.to_f32();
     if !values.iter().all(|v| fits(*v)) {
         return Err(not_f16(&weight.key, values.into_iter().filter(|v| !fits(*v))));

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use tokenizers::TruncationParams;
+use tokenizers::{PostProcessor, TruncationDirection};
 
 use super::read_json_if_any;
 use crate::{
@@ -79,24 +79,27 @@ impl Tokenizer {
 
     /// The ids of a text with its special tokens.
     pub fn encode(&self, text: &str) -> Result<Encoding> {
-        self.encoding(text.into(), None)
+        self.inner.encode(text, true).map(Encoding::from).map_err(failed)
     }
 
     /// The ids of two texts, such as a question and a passage.
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<Encoding> {
-        self.encoding((first, second).into(), None)
+        self.inner.encode((first, second), true).map(Encoding::from).map_err(failed)
     }
 
     /// The ids of a text cut to `length` tokens, special ones included.
     pub fn encode_cut(&self, text: &str, length: usize) -> Result<Encoding> {
-        self.encoding(text.into(), Some(length))
+        self.cut(text, length).map(Encoding::from).map_err(failed)
     }
 
-    /// Several texts, padded to `length` or to the longest of them.
+    /// Several texts, cut and padded to `length`, or padded to the longest of them.
     pub fn encode_batch(&self, texts: &[&str], length: Option<usize>) -> Result<Vec<Encoding>> {
         let mut batch = Vec::with_capacity(texts.len());
         for text in texts {
-            batch.push(self.encoding((*text).into(), length)?);
+            batch.push(match length {
+                Some(length) => self.encode_cut(text, length)?,
+                None => self.encode(text)?,
+            });
         }
         let longest = batch.iter().map(|e| e.ids.len()).max().unwrap_or(0);
         let (length, pad) = (length.unwrap_or(longest), self.pad_id.unwrap_or(0));
@@ -107,7 +110,7 @@ impl Tokenizer {
     }
 
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner.decode(ids, skip_special).map_err(|e| Error::new(format!("tokenizer: {e}")))
+        self.inner.decode(ids, skip_special).map_err(failed)
     }
 
     pub fn id(&self, token: &str) -> Option<u32> {
@@ -118,22 +121,21 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
-    fn encoding(&self, input: tokenizers::EncodeInput<'_>, length: Option<usize>) -> Result<Encoding> {
-        let failed = |e: tokenizers::Error| Error::new(format!("tokenizer: {e}"));
-        let encoded = match length {
-            None => self.inner.encode(input, true).map_err(failed)?,
-            Some(max_length) => {
-                let mut cutting = self.inner.clone();
-                let params = TruncationParams { max_length, ..TruncationParams::default() };
-                cutting.with_truncation(Some(params)).map_err(failed)?;
-                cutting.encode(input, true).map_err(failed)?
-            }
-        };
-        Ok(Encoding {
-            ids: encoded.get_ids().to_vec(),
-            attention_mask: encoded.get_attention_mask().to_vec(),
-            type_ids: encoded.get_type_ids().to_vec(),
-        })
+    fn cut(&self, text: &str, length: usize) -> tokenizers::Result<tokenizers::Encoding> {
+        let special = self.inner.get_post_processor().map_or(0, |p| p.added_tokens(false));
+        let mut encoded = self.inner.encode(text, false)?;
+        encoded.truncate(length.saturating_sub(special), 0, TruncationDirection::Right);
+        self.inner.post_process(encoded, None, true)
+    }
+}
+
+impl From<tokenizers::Encoding> for Encoding {
+    fn from(e: tokenizers::Encoding) -> Self {
+        Encoding {
+            ids: e.get_ids().to_vec(),
+            attention_mask: e.get_attention_mask().to_vec(),
+            type_ids: e.get_type_ids().to_vec(),
+        }
     }
 }
 
@@ -145,6 +147,11 @@ impl Encoding {
         self.attention_mask.resize(length, 0);
         self.type_ids.resize(length, 0);
     }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the shape that `map_err` takes")]
+fn failed(e: tokenizers::Error) -> Error {
+    Error::new(format!("tokenizer: {e}"))
 }
 
 /// A special token is a string, or an object with the string in `content`.

@@ -128,7 +128,6 @@ fn shard(name: &str) -> Option<(usize, usize)> {
 }
 
 fn is_pickle(name: &str) -> bool {
-    let name = name.strip_suffix(".index.json").unwrap_or(name);
     let model = ["pytorch_model", "model", "consolidated"].iter().any(|s| name.starts_with(s));
     model && [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end))
 }
