@@ -1,5 +1,0 @@
-//! Reshaping, slicing, joining and moving.
-
-use super::Spec;
-
-pub static SPECS: &[&Spec] = &[];
