@@ -16,8 +16,8 @@
 //! The interface of a function:
 //! * `input`: of rank 1 or more, fp16, fp32 or int32 (int8 from iOS 26 on), used; above 16384 wide (note).
 //! * `output`: at least one, each once, no input among them, of a type that Core ML hands out; rank 0 (note).
-//! * `state`: fp16 of fixed shape, used only by state ops, written with its own type; int8, a width that is
-//!   no multiple of 32, more than one state (notes).
+//! * `state`: fp16 of fixed shape, used only by state ops; int8, a width that is no multiple of 32, more
+//!   than one state (notes).
 //!
 //! Ops:
 //! * `required`: required parameters are there, and those that some Core ML compiler insists on.
@@ -25,9 +25,9 @@
 //! * `parameter`: there are no others; only variadic ones take several arguments; no odd attributes (note).
 //! * `fixed`: parameters of compile time are constants.
 //! * `dtype`: arguments have accepted element types; before iOS 17 mixed or narrow ones are refused.
-//! * `type`: results have the type that follows from the arguments.
+//! * `type`: arguments fit each other, and results have the type that follows from them.
 //! * `rank`: tensors have rank 5 at most, tables of a constexpr op excepted.
-//! * `matmul`: no operand of rank 1 or of integers. `axis`: softmax runs over an axis of its operand.
+//! * `matmul`: no operand of rank 1 or of integers.
 //! * `16-bit index`: a table of more rows than computed 8- or 16-bit indices can count is not gathered.
 //!
 //! Constants:
@@ -126,6 +126,7 @@ struct Exam<'a> {
     /// What the function declares; the newest when that is not known.
     opset: Opset,
     needs: Opset,
+    errors: usize,
     problems: Vec<Problem>,
 }
 
@@ -136,6 +137,7 @@ impl Exam<'_> {
     }
 
     fn error(&mut self, rule: &'static str, place: &str, message: String) {
+        self.errors += 1;
         self.report(Severity::Error, rule, place, message);
     }
 
@@ -177,8 +179,15 @@ fn examine(program: &Program) -> (Vec<Problem>, Opset) {
         }
         let scope = Scope::new(function);
         let opset = Opset::from_wire(&function.opset).unwrap_or(Opset::Ios26);
-        let mut exam =
-            Exam { name, function, scope: &scope, opset, needs: Opset::Ios15, problems: Vec::new() };
+        let mut exam = Exam {
+            name,
+            function,
+            scope: &scope,
+            opset,
+            needs: Opset::Ios15,
+            errors: 0,
+            problems: Vec::new(),
+        };
         if program.functions.len() > 1 || !program.default_function.is_empty() {
             exam.needs(Opset::Ios18, "", "a choice of functions");
         }
@@ -202,8 +211,9 @@ fn examine_function(exam: &mut Exam<'_>) {
         ops += 1;
         match crate::ops::find(&op.kind) {
             Some(spec) => {
+                let before = exam.errors;
                 params::op(exam, op, spec);
-                types::op(exam, op, spec);
+                types::op(exam, op, spec, exam.errors == before);
             }
             None => unknown.push(op.kind.as_str()),
         }
