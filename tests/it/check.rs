@@ -95,9 +95,11 @@ fn each_rule_finds_its_break() {
             used_input(p, Type::tensor(F16, [1usize; 6]));
         }),
         (Error, "matmul", |p| {
-            ["number", "n"].map(|name| value(p, name).ty = Type::tensor(I32, [1usize, 1]));
+            value(p, "number").ty = Type::tensor(I32, [1usize, 1]);
+            value(p, "n").ty = Type::tensor(I32, [1usize, 1]);
             op(p, "n").kind = "matmul".into();
-            ["transpose_x", "transpose_y"].map(|name| bind(p, "n", name, Const::bool(false)));
+            bind(p, "n", "transpose_x", Const::bool(false));
+            bind(p, "n", "transpose_y", Const::bool(false));
         }),
         (Error, "const", |p| drop(konst(p, "y_1").attrs.remove("val"))),
         (Error, "const", |p| value(p, "mode").ty = Type::tensor(DType::String, [1usize])),
@@ -115,7 +117,7 @@ fn each_rule_finds_its_break() {
             const_weight(p, weight("w", F16, &[32]), Some(TensorType::new(F16, [31usize])));
         }),
         (Error, "weight", |p| {
-            const_weight(p, weight("w", F16, &[32]), Some(TensorType::new(F32, [32usize])))
+            const_weight(p, weight("w", F16, &[32]), Some(TensorType::new(F32, [32usize])));
         }),
         (Note, "non-finite constant", |p| literal(p, "half", Literal::Bytes(vec![0, 0xfc]))),
         (Note, "non-finite constant", |p| const_floats(p, &[-1e5])),
@@ -141,7 +143,7 @@ fn each_rule_finds_its_break() {
 
 #[test]
 fn several_functions_agree() {
-    let damages: &[(&str, fn(&mut Program))] = &[
+    let damages: &[Damage] = &[
         ("function", |p| p.default_function.clear()),
         ("function", |p| p.default_function = "main".into()),
         ("opset", |p| p.functions.get_mut("prefill").unwrap().opset = "CoreML9".into()),
@@ -161,7 +163,7 @@ fn several_functions_agree() {
 
 #[test]
 fn older_opsets_are_stricter() {
-    let damages: &[(&str, fn(&mut Program))] = &[
+    let damages: &[Damage] = &[
         ("opset", |p| main(p).opset = "CoreML5".into()),
         ("dtype", |p| bind(p, "r", "epsilon", Const::float(F32, 1e-3))),
         ("opset", |p| const_weight(p, weight("w", I32, &[32]), None)),
@@ -192,6 +194,9 @@ fn inner_blocks_have_names_of_their_own() {
     add_cond(&mut program);
     assert_eq!(problems(&program), []);
 }
+
+/// The rule, and how to break it.
+type Damage = (&'static str, fn(&mut Program));
 
 /// A convolution, a softmax, a product and a state, with every constant spelt.
 fn valid() -> Program {
