@@ -1,5 +1,0 @@
-//! Gathering, scattering, sorting and one-hot.
-
-use super::Spec;
-
-pub static SPECS: &[&Spec] = &[];
