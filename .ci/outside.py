@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).resolve().parent.parent
-SILANE = ROOT / "target" / "debug" / "silane"
+SILANE = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "target" / "debug" / "silane"
 ORACLE = ROOT.parent / "shared" / "oracle" / "milrun.py"
 # Two executors that round each result to fp16 differ by the order of their sums.
 TOLERANCE = 2e-2

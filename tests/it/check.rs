@@ -177,6 +177,27 @@ fn older_opsets_are_stricter() {
 }
 
 #[test]
+fn narrow_indices_reach_every_row() {
+    for (dtype, rows, reach) in [
+        ("uint16", 65536, true),
+        ("uint16", 65537, false),
+        ("int16", 32768, true),
+        ("int16", 70000, false),
+        ("int32", 70000, true),
+    ] {
+        let mut b = Builder::new(Opset::Ios17);
+        let ids = b.input("ids", Type::tensor(I32, [1usize, 3])).unwrap();
+        let ids = b.op("cast", "narrow", [("x", ids.into()), ("dtype", dtype.into())]).unwrap();
+        let table = weight("table", F16, &[rows, 4]).into();
+        let row = b.op("gather", "row", [("x", table), ("indices", ids.into()), ("axis", 0.into())]).unwrap();
+        let mut function = b.finish(vec![row]);
+        spell_constants(&mut function);
+        let rules: Vec<_> = problems(&program([("main", function)], "")).iter().map(|p| p.rule).collect();
+        assert_eq!(rules, if reach { vec![] } else { vec!["16-bit index"] }, "{dtype}, {rows} rows");
+    }
+}
+
+#[test]
 fn an_error_says_where_and_how_many() {
     let mut program = valid();
     bind(&mut program, "y", "z", Const::int(1));
