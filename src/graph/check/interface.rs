@@ -116,7 +116,7 @@ fn state_uses(exam: &mut Exam<'_>) {
     let function = exam.function;
     function.body.walk(&mut |op| {
         let known = crate::ops::find(&op.kind).is_some();
-        let is_state_op = matches!(op.kind.as_str(), "read_state" | "write_state" | "coreml_update_state");
+        let is_state_op = matches!(op.kind.as_str(), "read_state" | "write_state");
         for (param, args) in &op.params {
             let is_state = |a: &Arg| matches!(a, Arg::Value(id) if function.ty(*id).as_state().is_some());
             if known && !is_state_op && args.iter().any(is_state) {
