@@ -290,7 +290,7 @@ fn floats(f: impl Fn(f32, f32) -> f32) -> impl Fn(&Tensor, &Tensor) -> candle_co
 }
 
 /// A vector of one entry a channel, shaped to broadcast against a tensor of that rank.
-fn channels(v: &Tensor, rank: usize) -> candle_core::Result<Tensor> {
+pub(super) fn channels(v: &Tensor, rank: usize) -> candle_core::Result<Tensor> {
     let mut shape = vec![1; rank.max(2)];
     shape[1] = v.elem_count();
     v.reshape(shape)

@@ -13,10 +13,11 @@ use crate::{
 };
 
 mod conv;
+mod deconv;
 mod einsum;
 pub(super) mod window;
 
-pub static SPECS: &[&Spec] = &[&LINEAR, &MATMUL, &EINSUM, &conv::CONV];
+pub static SPECS: &[&Spec] = &[&LINEAR, &MATMUL, &EINSUM, &conv::CONV, &deconv::CONV_TRANSPOSE];
 
 static LINEAR: Spec = Spec {
     name: "linear",

@@ -21,9 +21,9 @@ pub static SPECS: &[&Spec] = &[
         fold(c, |v| -max(&negated(v)), |v| v.iter().copied().min().unwrap_or(i64::MAX))
     }),
     &reduction("reduce_prod", |c| fold(c, product, |v| v.iter().fold(1, |s: i64, x| s.wrapping_mul(*x)))),
-    &reduction("reduce_sum_square", |c| fold(c, squares, |v| integer(squares(&wide(v))))),
+    &reduction("reduce_sum_square", |c| fold(c, square_sum, |v| integer(square_sum(&wide(v))))),
     &reduction("reduce_l1_norm", |c| fold(c, magnitude, |v| integer(magnitude(&wide(v))))),
-    &reduction("reduce_l2_norm", |c| fold(c, |v| squares(v).sqrt(), |v| integer(squares(&wide(v)).sqrt()))),
+    &reduction("reduce_l2_norm", |c| fold(c, |v| square_sum(v).sqrt(), |v| integer(square_sum(&wide(v)).sqrt()))),
     &reduction("reduce_log_sum", |c| fold(c, |v| sum(v).ln(), |v| integer(sum(&wide(v)).ln()))),
     &reduction("reduce_log_sum_exp", |c| fold(c, log_sum_exp, |v| integer(log_sum_exp(&wide(v))))),
     &position("reduce_argmax", |c| positions(c, |new, best| new > best)),
@@ -189,7 +189,7 @@ fn product(v: &[f32]) -> f32 {
     narrow(v.iter().map(|x| f64::from(*x)).product())
 }
 
-fn squares(v: &[f32]) -> f32 {
+pub(super) fn square_sum(v: &[f32]) -> f32 {
     narrow(v.iter().map(|x| f64::from(*x).powi(2)).sum())
 }
 

@@ -1,5 +1,7 @@
 //! Convolutions: matrix products over gathered windows.
 
+use std::ops::Range;
+
 use candle_core::{Device, Tensor};
 
 use super::{
@@ -72,14 +74,14 @@ pub(super) static CONV: Spec = Spec {
     tolerance: Tolerance::Rounding,
 };
 
-fn groups(n: i64) -> Result<usize> {
+pub(super) fn groups(n: i64) -> Result<usize> {
     match usize::try_from(n) {
         Ok(n) if n > 0 => Ok(n),
         _ => bail!("`groups` is {n}, at least 1 is expected"),
     }
 }
 
-fn check_bias(a: &Args<'_>, w: &TensorType, out: Dim) -> Result<()> {
+pub(super) fn check_bias(a: &Args<'_>, w: &TensorType, out: Dim) -> Result<()> {
     if a.has("bias") {
         let b = a.tensor("bias")?;
         if b.rank() != 1 || !b.dims[0].agrees(out) {
@@ -89,7 +91,7 @@ fn check_bias(a: &Args<'_>, w: &TensorType, out: Dim) -> Result<()> {
     Ok(())
 }
 
-fn add_bias(y: Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub(super) fn add_bias(y: Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let Some(bias) = bias else { return Ok(y) };
     let mut shape = vec![1; y.rank()];
     shape[1] = y.dims()[1];
@@ -101,42 +103,55 @@ fn convolve(x: &Tensor, w: &Tensor, window: &Window, groups: usize) -> Result<Te
     let plan = window.plan(&x.dims()[2..])?;
     let mut shape = vec![batch, out];
     shape.extend(&plan.out[5 - x.rank()..]);
+    if shape.contains(&0) || channels == 0 {
+        return Ok(Tensor::zeros(shape, x.dtype(), x.device())?);
+    }
     let input: usize = plan.size.iter().product();
-    let pointwise =
-        plan.taps() == 1 && plan.stride == [1; 3] && plan.out == plan.size && plan.before == [0; 3];
+    let pointwise = plan.taps() == 1 && plan.stride == [1; 3] && plan.out == plan.size && plan.before == [0; 3];
     let x = x.contiguous()?.reshape((batch, channels, input))?;
-    if pointwise && groups == 1 {
-        let w = w.reshape((out, channels))?;
-        let each = (0..batch).map(|b| product(&w, &x.get(b)?)).collect::<Result<Vec<_>>>()?;
-        return Ok(Tensor::stack(&each, 0)?.reshape(shape)?);
-    }
-    let w = w.contiguous()?.reshape((groups, out / groups, channels / groups * plan.taps()))?;
-    let mut each = Vec::with_capacity(batch);
-    for b in 0..batch {
-        let columns = gather(&x.get(b)?.flatten_all()?.to_vec1()?, channels, &plan)?;
-        let columns = columns.reshape((groups, channels / groups * plan.taps(), plan.positions()))?;
-        each.push(product(&w, &columns)?);
-    }
+    let each = if pointwise && groups == 1 {
+        let w = w.contiguous()?.reshape((out, channels))?;
+        (0..batch).map(|b| product(&w, &x.get(b)?)).collect::<Result<Vec<_>>>()?
+    } else {
+        let w = w.contiguous()?.reshape((groups, out / groups, channels / groups * plan.taps()))?;
+        (0..batch).map(|b| windows(&x.get(b)?, &w, channels, &plan)).collect::<Result<Vec<_>>>()?
+    };
     Ok(Tensor::stack(&each, 0)?.reshape(shape)?)
 }
 
-/// `[channels · taps, positions]`: what each tap reads of each channel at each position.
-fn gather(x: &[f32], channels: usize, plan: &Plan) -> Result<Tensor> {
-    let (taps, positions) = (plan.taps(), plan.positions());
+/// One image: a matrix product for as many lines at a time as fit a bounded buffer.
+fn windows(x: &Tensor, w: &Tensor, channels: usize, plan: &Plan) -> Result<Tensor> {
+    const BUFFER: usize = 1 << 24;
+    let x: Vec<f32> = x.flatten_all()?.to_vec1()?;
+    let groups = w.dims()[0];
+    let Some(height) = channels.checked_mul(plan.taps()) else {
+        bail!("{channels} channels and {} taps are too many", plan.taps());
+    };
+    let step = (BUFFER / height.saturating_mul(plan.out[2]).max(1)).max(1);
+    let mut parts = Vec::new();
+    for line in (0..plan.lines()).step_by(step) {
+        let lines = line..(line + step).min(plan.lines());
+        let columns = gather(&x, channels, plan, lines)?;
+        let width = columns.dims()[1];
+        parts.push(product(w, &columns.reshape((groups, height / groups, width))?)?);
+    }
+    Ok(Tensor::cat(&parts, 2)?)
+}
+
+/// `[channels · taps, positions]`: what each tap reads of each channel at each position of the lines.
+fn gather(x: &[f32], channels: usize, plan: &Plan, lines: Range<usize>) -> Result<Tensor> {
+    let (taps, start, width) = (plan.taps(), lines.start * plan.out[2], lines.len() * plan.out[2]);
     let input: usize = plan.size.iter().product();
-    let Some(count) =
-        channels.checked_mul(taps).and_then(|n| n.checked_mul(positions)).filter(|n| *n < 1 << 32)
-    else {
-        bail!("a convolution of {channels} channels, {taps} taps and {positions} positions is too large");
+    let Some(count) = (channels * taps).checked_mul(width).filter(|n| *n < 1 << 32) else {
+        bail!("a convolution of {channels} channels, {taps} taps and {width} positions a line is too large");
     };
     let mut columns = vec![0f32; count];
     for channel in 0..channels {
         let image = &x[channel * input..(channel + 1) * input];
         for tap in 0..taps {
-            let start = (channel * taps + tap) * positions;
-            let row = &mut columns[start..start + positions];
-            plan.rows(tap, |to, from| row[to] = image[from]);
+            let row = &mut columns[(channel * taps + tap) * width..][..width];
+            plan.each(tap, lines.clone(), |to, from| row[to - start] = image[from]);
         }
     }
-    Ok(Tensor::from_vec(columns, (channels * taps, positions), &Device::Cpu)?)
+    Ok(Tensor::from_vec(columns, (channels * taps, width), &Device::Cpu)?)
 }

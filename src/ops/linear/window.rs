@@ -1,5 +1,7 @@
 //! Kernels sliding over an image: sizes, padding, and which input each tap reads.
 
+use std::ops::Range;
+
 use crate::{
     bail,
     error::Result,
@@ -130,8 +132,10 @@ impl Window {
         };
         let stride = self.strides[i];
         let count = if self.ceil { room.div_ceil(stride) + 1 } else { room / stride + 1 };
-        // A window that starts in the padding after the input would see nothing.
-        let idle = self.ceil && (count - 1) * stride >= size + before;
+        // With padding, Core ML drops a last window that would start after the input.
+        let idle = self.ceil
+            && before + after > 0
+            && (count - 1).saturating_mul(stride) >= size.saturating_add(before);
         Ok(if idle { count - 1 } else { count })
     }
 
@@ -152,7 +156,7 @@ impl Window {
         dims.iter().enumerate().map(size).collect()
     }
 
-    /// The sizes seen by three loops: axes of one element in front make up for missing ones.
+    /// The window over tensors of these spatial sizes.
     pub(in crate::ops) fn plan(&self, sizes: &[usize]) -> Result<Plan> {
         if sizes.len() != self.kernel.len() {
             bail!(
@@ -162,24 +166,10 @@ impl Window {
                 self.kernel.len()
             );
         }
-        let mut plan = Plan {
-            size: [1; 3],
-            out: [1; 3],
-            kernel: [1; 3],
-            stride: [1; 3],
-            dilation: [1; 3],
-            before: [0; 3],
-        };
-        let skip = 3 - sizes.len();
-        for (i, size) in sizes.iter().enumerate() {
-            plan.size[skip + i] = *size;
-            plan.out[skip + i] = self.positions(i, *size)?;
-            plan.kernel[skip + i] = self.kernel[i];
-            plan.stride[skip + i] = self.strides[i];
-            plan.dilation[skip + i] = self.dilations[i];
-            plan.before[skip + i] = self.pads(i, *size)?.0;
-        }
-        Ok(plan)
+        let n = sizes.len();
+        let outs = (0..n).map(|i| self.positions(i, sizes[i])).collect::<Result<Vec<_>>>()?;
+        let before = (0..n).map(|i| Ok(self.pads(i, sizes[i])?.0)).collect::<Result<Vec<_>>>()?;
+        Plan::new(self, sizes, &outs, &before)
     }
 }
 
@@ -194,7 +184,32 @@ pub(in crate::ops) struct Plan {
     pub before: [usize; 3],
 }
 
+/// More elements than any tensor here can have.
+const LIMIT: usize = 1 << 36;
+
 impl Plan {
+    /// Missing axes become axes of one element in front.
+    pub(in crate::ops) fn new(w: &Window, size: &[usize], out: &[usize], before: &[usize]) -> Result<Plan> {
+        for sizes in [size, out, &w.kernel] {
+            if sizes.iter().try_fold(1usize, |n, s| n.checked_mul(*s)).is_none_or(|n| n > LIMIT) {
+                bail!("{} elements are too many", shape_text(sizes));
+            }
+        }
+        let three = |v: &[usize], missing| {
+            let mut all = [missing; 3];
+            all[3 - v.len()..].copy_from_slice(v);
+            all
+        };
+        Ok(Plan {
+            size: three(size, 1),
+            out: three(out, 1),
+            kernel: three(&w.kernel, 1),
+            stride: three(&w.strides, 1),
+            dilation: three(&w.dilations, 1),
+            before: three(before, 0),
+        })
+    }
+
     pub(in crate::ops) fn taps(&self) -> usize {
         self.kernel.iter().product()
     }
@@ -209,24 +224,26 @@ impl Plan {
         (at < self.size[axis]).then_some(at)
     }
 
-    /// Calls `f(row, column, source)` for each row of input elements that one tap reads, as `f(tap,
-    /// position of the first window, input index of its row, window range)`.
-    pub(in crate::ops) fn rows(&self, tap: usize, mut f: impl FnMut(usize, usize)) {
+    /// Calls `f(position, input index)` for every position in the lines where the tap reads an element; a
+    /// line is the last axis of the result.
+    pub(in crate::ops) fn each(&self, tap: usize, lines: Range<usize>, mut f: impl FnMut(usize, usize)) {
         let [_, kh, kw] = self.kernel;
         let (kz, ky, kx) = (tap / (kh * kw), tap / kw % kh, tap % kw);
-        for z in 0..self.out[0] {
-            let Some(sz) = self.source(0, z, kz) else { continue };
-            for y in 0..self.out[1] {
-                let Some(sy) = self.source(1, y, ky) else { continue };
-                let (to, from) =
-                    ((z * self.out[1] + y) * self.out[2], (sz * self.size[1] + sy) * self.size[2]);
-                for x in 0..self.out[2] {
-                    if let Some(sx) = self.source(2, x, kx) {
-                        f(to + x, from + sx);
-                    }
+        for line in lines {
+            let Some(sz) = self.source(0, line / self.out[1], kz) else { continue };
+            let Some(sy) = self.source(1, line % self.out[1], ky) else { continue };
+            let (to, from) = (line * self.out[2], (sz * self.size[1] + sy) * self.size[2]);
+            for x in 0..self.out[2] {
+                if let Some(sx) = self.source(2, x, kx) {
+                    f(to + x, from + sx);
                 }
             }
         }
+    }
+
+    /// Lines of the result.
+    pub(in crate::ops) fn lines(&self) -> usize {
+        self.out[0] * self.out[1]
     }
 }
 
