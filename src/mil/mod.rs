@@ -5,6 +5,7 @@
 //! [`Weight`]s, promises of bytes that are produced only when they are written or run.
 
 pub mod constant;
+pub mod print;
 pub mod program;
 pub mod types;
 
