@@ -1,5 +1,210 @@
 //! Convolutions and matrix products.
 
-use super::Spec;
+use candle_core::{DType as CandleType, Tensor};
 
-pub static SPECS: &[&Spec] = &[];
+use super::{
+    Args, BOOL, Eval, NUMBER, Opset, Preset, STRING, Spec, Tolerance, args::named, broadcast, fixed, many,
+    need, one, written,
+};
+use crate::{
+    bail,
+    error::Result,
+    mil::{Dim, Type, types::shape_text},
+};
+
+mod conv;
+mod deconv;
+mod einsum;
+pub(super) mod window;
+
+pub static SPECS: &[&Spec] = &[&LINEAR, &MATMUL, &EINSUM, &conv::CONV, &deconv::CONV_TRANSPOSE];
+
+static LINEAR: Spec = Spec {
+    name: "linear",
+    since: Opset::Ios15,
+    params: &[need("x", NUMBER), fixed("weight", NUMBER), written("bias", NUMBER, Preset::Caller)],
+    infer: |a| {
+        let (x, w) = (a.tensor("x")?, a.tensor("weight")?);
+        let (Some(last), [out, inner]) = (x.dims.last(), w.dims.as_slice()) else {
+            bail!("{} wants [out, in], {} at least rank 1", named("weight", w), named("x", x));
+        };
+        if !last.agrees(*inner) {
+            bail!("{} has {last} features, {} takes {inner}", named("x", x), named("weight", w));
+        }
+        if a.has("bias") {
+            let b = a.tensor("bias")?;
+            if b.rank() != 1 || !b.dims[0].agrees(*out) {
+                bail!("{} gives {out} features, {} does not fit", named("weight", w), named("bias", b));
+            }
+        }
+        let mut dims = x.dims.clone();
+        *dims.last_mut().unwrap_or(&mut Dim::ANY.clone()) = *out;
+        Ok(vec![Type::tensor(x.dtype, dims)])
+    },
+    eval: Eval::Call(|c| {
+        let (x, w) = (c.tensor("x")?, c.tensor("weight")?);
+        let (Some(inner), [out, _]) = (x.dims().last().copied(), w.dims()) else {
+            bail!("`weight` has rank {}, 2 is expected", w.rank());
+        };
+        let mut shape = x.dims().to_vec();
+        shape.pop();
+        let rows = shape.iter().product::<usize>();
+        shape.push(*out);
+        let y = product(&x.contiguous()?.reshape((rows, inner))?, &w.t()?)?;
+        let y = if c.has("bias") { y.broadcast_add(c.tensor("bias")?)? } else { y };
+        one(y.reshape(shape)?)
+    }),
+    flops: |a| a.out_count().saturating_mul(2).saturating_mul(last_size(a, "x")),
+    tolerance: Tolerance::Rounding,
+};
+
+static MATMUL: Spec = Spec {
+    name: "matmul",
+    since: Opset::Ios15,
+    params: &[
+        need("x", NUMBER),
+        need("y", NUMBER),
+        written("transpose_x", BOOL, Preset::Bool(false)),
+        written("transpose_y", BOOL, Preset::Bool(false)),
+    ],
+    infer: |a| {
+        let dtype = matmul_dtype(a)?;
+        let x = sides(a.dims("x")?, a.bool_or("transpose_x", false)?, true);
+        let y = sides(a.dims("y")?, a.bool_or("transpose_y", false)?, false);
+        let (Some((xb, m, k)), Some((yb, l, n))) = (x, y) else {
+            bail!("a scalar cannot be multiplied as a matrix");
+        };
+        let Some(mut dims) = broadcast(xb, yb).filter(|_| k.agrees(l)) else {
+            bail!(
+                "{} and {} do not multiply: {k} and {l} are summed, {} and {} broadcast",
+                named("x", a.tensor("x")?),
+                named("y", a.tensor("y")?),
+                shape_text(xb),
+                shape_text(yb)
+            );
+        };
+        dims.extend((a.rank("x")? > 1).then_some(m));
+        dims.extend((a.rank("y")? > 1).then_some(n));
+        Ok(vec![Type::tensor(dtype, dims)])
+    },
+    eval: Eval::Call(|c| {
+        let (x, y) = (c.tensor("x")?, c.tensor("y")?);
+        let (row, column) = (x.rank() == 1, y.rank() == 1);
+        let x = if row { x.unsqueeze(0)? } else { swapped(x, c.bool_or("transpose_x", false)?)? };
+        let y = if column { y.unsqueeze(1)? } else { swapped(y, c.bool_or("transpose_y", false)?)? };
+        let mut z = product(&x, &y)?;
+        if column {
+            z = z.squeeze(z.rank() - 1)?;
+        }
+        if row {
+            z = z.squeeze(z.rank() - if column { 1 } else { 2 })?;
+        }
+        one(z)
+    }),
+    flops: |a| {
+        let k =
+            a.dims("x").ok().and_then(|d| sides(d, a.bool_or("transpose_x", false).unwrap_or(false), true));
+        let k = k.and_then(|(_, _, k)| k.fixed()).unwrap_or(1) as u64;
+        a.out_count().saturating_mul(2).saturating_mul(k)
+    },
+    tolerance: Tolerance::Rounding,
+};
+
+static EINSUM: Spec = Spec {
+    name: "einsum",
+    since: Opset::Ios15,
+    params: &[many("values", NUMBER), fixed("equation", STRING)],
+    infer: |a| {
+        let values = a.tensors("values")?;
+        let [x, y] = values.as_slice() else {
+            bail!("`values` has {} operands, 2 are expected", values.len())
+        };
+        if x.dtype != y.dtype {
+            bail!("`values` are {} and {}", x.dtype, y.dtype);
+        }
+        let equation = einsum::Equation::parse(a.str_or("equation", ""))?;
+        Ok(vec![Type::tensor(x.dtype, equation.infer(x, y)?)])
+    },
+    eval: Eval::Call(|c| {
+        let equation = einsum::Equation::parse(c.str_or("equation", ""))?;
+        match c.tensors("values")?.as_slice() {
+            [x, y] => one(equation.eval(x, y)?),
+            other => bail!("`values` has {} operands, 2 are expected", other.len()),
+        }
+    }),
+    flops: |a| {
+        let count = || {
+            let values = a.tensors("values").ok()?;
+            let equation = einsum::Equation::parse(a.str_or("equation", "")).ok()?;
+            Some(equation.work(values.first()?, values.get(1)?))
+        };
+        count().unwrap_or(0)
+    },
+    tolerance: Tolerance::Rounding,
+};
+
+/// Matrix product of the last two axes, broadcast over the others.
+pub(super) fn product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    if x.dtype() == CandleType::I64 && y.dtype() == CandleType::I64 {
+        let wide = x.to_dtype(CandleType::F64)?.broadcast_matmul(&y.to_dtype(CandleType::F64)?)?;
+        return Ok(wide.to_dtype(CandleType::I64)?);
+    }
+    let (rank, summed) = (x.rank(), x.dims().last().copied().unwrap_or(0));
+    if rank < 2 || y.rank() < 2 {
+        bail!("matrices of rank {rank} and {} cannot be multiplied", y.rank());
+    }
+    if summed == 0 || x.elem_count() == 0 || y.elem_count() == 0 {
+        return empty_product(x, y);
+    }
+    if x.rank() == 2 && y.rank() == 2 {
+        return Ok(x.matmul(y)?);
+    }
+    Ok(x.contiguous()?.broadcast_matmul(&y.contiguous()?)?)
+}
+
+/// Sums over nothing are zero.
+fn empty_product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    let (m, k) = (x.dims()[x.rank() - 2], x.dims()[x.rank() - 1]);
+    let (l, n) = (y.dims()[y.rank() - 2], y.dims()[y.rank() - 1]);
+    let (a, b) = (&x.dims()[..x.rank() - 2], &y.dims()[..y.rank() - 2]);
+    let fixed = |d: &[usize]| d.iter().map(|n| Dim::Fixed(*n)).collect::<Vec<_>>();
+    let batch = broadcast(&fixed(a), &fixed(b)).filter(|_| k == l);
+    let Some(batch) = batch else { bail!("{:?} and {:?} do not multiply", x.dims(), y.dims()) };
+    let mut shape: Vec<usize> = batch.into_iter().filter_map(Dim::fixed).collect();
+    shape.extend([m, n]);
+    Ok(Tensor::zeros(shape, x.dtype(), x.device())?)
+}
+
+fn swapped(x: &Tensor, transpose: bool) -> Result<Tensor> {
+    if x.rank() < 2 {
+        bail!("a scalar cannot be multiplied as a matrix");
+    }
+    Ok(if transpose { x.transpose(x.rank() - 2, x.rank() - 1)? } else { x.clone() })
+}
+
+/// Batch sizes, rows and columns; a vector is one row on the left and one column on the right.
+fn sides(dims: &[Dim], transpose: bool, left: bool) -> Option<(&[Dim], Dim, Dim)> {
+    match dims {
+        [] => None,
+        [n] if left => Some((&[], Dim::Fixed(1), *n)),
+        [n] => Some((&[], *n, Dim::Fixed(1))),
+        [batch @ .., a, b] if transpose => Some((batch, *b, *a)),
+        [batch @ .., a, b] => Some((batch, *a, *b)),
+    }
+}
+
+/// From iOS 17 on one constant operand may have another type; the result has that of the other.
+fn matmul_dtype(a: &Args<'_>) -> Result<crate::mil::DType> {
+    let (x, y) = (a.dtype("x")?, a.dtype("y")?);
+    let constant = |name| !matches!(a.known(name), super::Known::No);
+    match (constant("x"), constant("y")) {
+        _ if x == y => Ok(x),
+        (true, false) => Ok(y),
+        (false, true) => Ok(x),
+        _ => bail!("`x` is {x}, `y` is {y}"),
+    }
+}
+
+fn last_size(a: &Args<'_>, name: &str) -> u64 {
+    a.dims(name).ok().and_then(|d| d.last()?.fixed()).unwrap_or(1) as u64
+}
