@@ -1,1 +1,7 @@
-fn main() {}
+//! The command line; everything else is in the library.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    silane::cli::main()
+}

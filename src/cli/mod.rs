@@ -1,1 +1,66 @@
-//! The command line.
+//! The command line: one file per command, each a thin line of calls into the rooms.
+//!
+//! Exit codes: 0 done, 1 the answer is no, 2 error.
+
+mod convert;
+mod inspect;
+mod run;
+mod sample;
+mod validate;
+mod weights;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::{error::Result, ui};
+
+#[derive(Parser)]
+#[command(name = "silane", version, about, long_about = None, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Turn a Hugging Face checkpoint into a Core ML package
+    Convert(convert::Args),
+    /// Show what a package is: interface, states, weights, ops
+    Inspect(inspect::Args),
+    /// Run a package and compare it with an independent reference
+    Validate(validate::Args),
+    /// Run a package: text or tensors in, results out
+    Run(run::Args),
+}
+
+/// How a command that finished ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Yes,
+    No,
+}
+
+pub fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Convert(args) => convert::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Validate(args) => validate::run(&args),
+        Command::Run(args) => run::run(&args),
+    };
+    match result {
+        Ok(Answer::Yes) => ExitCode::SUCCESS,
+        Ok(Answer::No) => ExitCode::from(1),
+        Err(e) => {
+            ui::error(&e);
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Prints a JSON document, the only thing on stdout.
+fn print_json(value: &serde_json::Value) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| crate::Error::new(e.to_string()))?;
+    ui::data(text);
+    Ok(())
+}

@@ -1,0 +1,393 @@
+//! `silane validate`: a package's program, interpreted, against an independent reference.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use clap::ValueEnum;
+use serde_json::json;
+
+use super::{
+    Answer, print_json,
+    run::{function_name, read_tensors},
+    sample,
+};
+use crate::{
+    bail,
+    checkpoint::{Checkpoint, Task},
+    error::{Error, Result},
+    interp::{
+        Machine, Precision,
+        compare::{Comparison, compare, divergence, kept_rows, top_k},
+    },
+    mil::{DType, Program, Type},
+    ops::Val,
+    package::{self, Package},
+    reference::{self, Inputs},
+    ui,
+};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// The package to validate; or a checkpoint, to compare silane's own reference with stored outputs
+    package: PathBuf,
+    /// The checkpoint that it was made from, or stored inputs and outputs
+    #[arg(long, value_name = "CHECKPOINT|FILE.safetensors")]
+    reference: String,
+    /// How floats are computed
+    #[arg(long, value_enum, default_value_t = Precise::Fp16)]
+    precision: Precise,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Precise {
+    /// Every result is rounded to its declared type, as a device does
+    Fp16,
+    /// Nothing is rounded: what is left is the program's own error
+    Fp32,
+}
+
+impl From<Precise> for Precision {
+    fn from(p: Precise) -> Precision {
+        match p {
+            Precise::Fp16 => Precision::Fp16,
+            Precise::Fp32 => Precision::Fp32,
+        }
+    }
+}
+
+/// What an output may be off by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Limit {
+    /// Decibels, at least: for values that were rounded to fp16.
+    Psnr(f64),
+    /// The largest difference as a share of the spread, at most.
+    Relative(f64),
+}
+
+/// 50 dB is an error of 0.3 % of the spread: what fp16 leaves of a deep model, and far less than any
+/// wrong weight, order or position does.
+const HALF: Limit = Limit::Psnr(50.0);
+/// fp16 weights, each off by up to 2⁻¹² of itself, computed exactly.
+const ROUNDED_WEIGHTS: Limit = Limit::Relative(2e-3);
+const EXACT: Limit = Limit::Relative(1e-4);
+/// Two implementations of the same arithmetic in fp32.
+const REFERENCE: Limit = Limit::Relative(1e-5);
+
+pub(super) fn run(args: &Args) -> Result<Answer> {
+    let tensors = Path::new(&args.reference);
+    let stored = tensors.extension().is_some_and(|e| e == "safetensors");
+    let report = if args.package.join("config.json").is_file() {
+        if !stored {
+            bail!("{}: a checkpoint is validated against stored outputs", args.package.display(); hint: "give a `.safetensors` file to `--reference`");
+        }
+        checkpoint_against_tensors(&Checkpoint::open_dir(&args.package)?, tensors)?
+    } else if stored {
+        against_tensors(&args.package, tensors, args.precision)?
+    } else {
+        against_checkpoint(&args.package, &Checkpoint::open(&args.reference)?, args.precision)?
+    };
+    if args.json {
+        print_json(&report.json())?;
+    } else {
+        ui::data(report.text());
+    }
+    Ok(report.answer())
+}
+
+/// How far each output is from the reference.
+pub(super) struct Report {
+    outputs: Vec<Output>,
+}
+
+struct Output {
+    name: String,
+    comparison: Comparison,
+    /// Values that are not finite, those at padding included.
+    not_finite: usize,
+    /// For scores: divergence in nats, and the share of the best 1, 3 and 5 that agree.
+    scores: Option<(f64, Vec<(usize, f64)>)>,
+    limit: Limit,
+}
+
+/// Compares with silane's own reference on inputs made from the checkpoint.
+pub(super) fn against_checkpoint(path: &Path, checkpoint: &Checkpoint, precision: Precise) -> Result<Report> {
+    let package = package::open_program(path)?;
+    let contract = contract(&package)?;
+    let task: Task = contract["task"].as_str().unwrap_or_default().parse()?;
+    let size = |key: &str| {
+        let n = contract[key].as_u64().and_then(|n| usize::try_from(n).ok());
+        n.ok_or_else(|| Error::new(format!("{}: the contract has no `{key}`", path.display())))
+    };
+    let name = function_name(&package.program, None)?;
+    let types = package.program.functions[&name].inputs.len() == 3;
+    let mut runner = Runner::new(&package.program, &name, precision);
+    for inputs in sample::rounds(checkpoint, size("batch")?, size("sequence_length")?, types)? {
+        let expected = reference::encoder(checkpoint, task, &inputs)?;
+        let expected = expected.into_iter().map(|(n, t)| (n, Val::Tensor(t))).collect();
+        runner.round(&tensors_of(&inputs)?, &expected)?;
+    }
+    runner.report()
+}
+
+/// Compares with stored outputs on the stored inputs.
+fn against_tensors(path: &Path, tensors: &Path, precision: Precise) -> Result<Report> {
+    let package = package::open_program(path)?;
+    let stored = read_tensors(tensors)?;
+    let name = function_name(&package.program, None)?;
+    let mut runner = Runner::new(&package.program, &name, precision);
+    runner.round(&stored, &stored)?;
+    runner.report()
+}
+
+/// Judges the judge: the reference against stored outputs.
+fn checkpoint_against_tensors(checkpoint: &Checkpoint, tensors: &Path) -> Result<Report> {
+    let stored = read_tensors(tensors)?;
+    let inputs = inputs_of(&stored)?;
+    let task = checkpoint.task()?;
+    let seen: BTreeMap<String, Val> =
+        reference::encoder(checkpoint, task, &inputs)?.into_iter().map(|(n, t)| (n, Val::Tensor(t))).collect();
+    let mut pairs = Pairs::default();
+    pairs.add(&seen, &stored, &stored)?;
+    pairs.report(REFERENCE)
+}
+
+/// A package's function, and what it gave so far beside what was expected.
+struct Runner<'a> {
+    machine: Machine<'a>,
+    program: &'a Program,
+    function: String,
+    limit: Limit,
+    pairs: Pairs,
+}
+
+impl<'a> Runner<'a> {
+    fn new(program: &'a Program, function: &str, precision: Precise) -> Self {
+        let half = program.functions[function]
+            .values
+            .iter()
+            .any(|v| matches!(&v.ty, Type::Tensor(t) if t.dtype == DType::F16));
+        let limit = match (half, precision) {
+            (false, _) => EXACT,
+            (true, Precise::Fp16) => HALF,
+            (true, Precise::Fp32) => ROUNDED_WEIGHTS,
+        };
+        let machine = Machine::new(program, precision.into());
+        Self { machine, program, function: function.into(), limit, pairs: Pairs::default() }
+    }
+
+    fn round(&mut self, inputs: &BTreeMap<String, Val>, expected: &BTreeMap<String, Val>) -> Result<()> {
+        let function = &self.program.functions[&self.function];
+        let mut given = BTreeMap::new();
+        for id in function.inputs.iter().filter(|id| function.ty(**id).as_tensor().is_some()) {
+            let name = function.name(*id);
+            given.insert(name.to_string(), input(inputs, name)?);
+        }
+        if let Some(types) = inputs.get("token_type_ids")
+            && !given.contains_key("token_type_ids")
+            && types.to_ints()?.iter().any(|t| *t != 0)
+        {
+            bail!("the reference has token types, the package takes none"; hint: "convert with `--token-type-ids`");
+        }
+        let mut states = self.machine.states(&self.function)?;
+        let seen = self.machine.run(&self.function, &given, &mut states, None)?;
+        self.pairs.add(&seen, expected, inputs)
+    }
+
+    fn report(self) -> Result<Report> {
+        self.pairs.report(self.limit)
+    }
+}
+
+/// A given input; a mask that is not there is all real.
+fn input(inputs: &BTreeMap<String, Val>, name: &str) -> Result<Val> {
+    match (inputs.get(name), name, inputs.get("input_ids")) {
+        (Some(v), _, _) => Ok(v.clone()),
+        (None, "attention_mask", Some(ids)) => Ok(Val::Tensor(ids.tensor()?.ones_like()?)),
+        (None, "token_type_ids", Some(ids)) => Ok(Val::Tensor(ids.tensor()?.zeros_like()?)),
+        _ => bail!("the reference has no input `{name}`"),
+    }
+}
+
+fn tensors_of(inputs: &Inputs) -> Result<BTreeMap<String, Val>> {
+    let tensor = |rows: &[Vec<u32>]| {
+        let width = rows.first().map_or(0, Vec::len);
+        Val::ints(rows.iter().flatten().map(|i| i64::from(*i)).collect(), &[rows.len(), width])
+    };
+    let mut all = BTreeMap::from([
+        ("input_ids".to_string(), tensor(&inputs.input_ids)?),
+        ("attention_mask".to_string(), tensor(&inputs.attention_mask)?),
+    ]);
+    if let Some(types) = &inputs.token_type_ids {
+        all.insert("token_type_ids".into(), tensor(types)?);
+    }
+    Ok(all)
+}
+
+fn inputs_of(tensors: &BTreeMap<String, Val>) -> Result<Inputs> {
+    let rows = |v: &Val| -> Result<Vec<Vec<u32>>> {
+        let width = v.tensor()?.dims().last().copied().unwrap_or(0).max(1);
+        let all = v.to_ints()?;
+        let id = |i: &i64| u32::try_from(*i).map_err(|_| Error::new(format!("{i} is no token id")));
+        all.chunks(width).map(|row| row.iter().map(id).collect()).collect()
+    };
+    Ok(Inputs {
+        input_ids: rows(&input(tensors, "input_ids")?)?,
+        attention_mask: rows(&input(tensors, "attention_mask")?)?,
+        token_type_ids: tensors.get("token_type_ids").map(rows).transpose()?,
+    })
+}
+
+fn contract(package: &Package) -> Result<serde_json::Value> {
+    match package.interface.metadata.user_defined.get("silane.contract") {
+        Some(text) => serde_json::from_str(text).map_err(|e| Error::new(format!("silane.contract: {e}"))),
+        None => {
+            bail!("{}: the package says nothing about its task", package.path.display(); hint: "give stored inputs and outputs to `--reference`")
+        }
+    }
+}
+
+/// Seen and expected values of each output, padding left out.
+#[derive(Default)]
+struct Pairs(BTreeMap<String, Pair>);
+
+#[derive(Default)]
+struct Pair {
+    seen: Vec<f32>,
+    expected: Vec<f32>,
+    not_finite: usize,
+    classes: Option<usize>,
+}
+
+impl Pairs {
+    fn add(
+        &mut self,
+        seen: &BTreeMap<String, Val>,
+        expected: &BTreeMap<String, Val>,
+        inputs: &BTreeMap<String, Val>,
+    ) -> Result<()> {
+        let mask = input(inputs, "attention_mask")?;
+        let (shape, mask) = (mask.tensor()?.dims().to_vec(), mask.to_ints()?);
+        for (name, seen) in seen {
+            let Some(expected) = expected.get(name) else { continue };
+            let (dims, want) = (seen.tensor()?.dims(), expected.tensor()?.dims());
+            if dims != want {
+                bail!("output `{name}` is {dims:?}, {want:?} is expected");
+            }
+            let (seen_values, expected_values) = (seen.to_floats()?, expected.to_floats()?);
+            let rows: Vec<i64> = match dims {
+                [b, s, ..] if [*b, *s] == shape[..] => mask.clone(),
+                // A row of nothing but padding means nothing.
+                _ => mask.chunks(shape[1].max(1)).map(|row| row.iter().sum()).collect(),
+            };
+            let width = seen_values.len() / rows.len().max(1);
+            let pair = self.0.entry(name.clone()).or_default();
+            pair.not_finite += seen_values.iter().filter(|v| !v.is_finite()).count();
+            pair.seen.extend(kept_rows(&seen_values, &rows, width)?);
+            pair.expected.extend(kept_rows(&expected_values, &rows, width)?);
+            pair.classes = (name == "logits" && width > 1).then_some(width);
+        }
+        Ok(())
+    }
+
+    fn report(self, limit: Limit) -> Result<Report> {
+        if self.0.is_empty() {
+            bail!("the reference has none of the package's outputs");
+        }
+        let tolerance = match limit {
+            Limit::Relative(r) => r,
+            Limit::Psnr(_) => 1e-2,
+        };
+        let mut outputs = Vec::new();
+        for (name, pair) in self.0 {
+            let scores = match pair.classes {
+                Some(classes) => {
+                    let top = [1, 3, 5].into_iter().filter(|k| *k < classes);
+                    let top = top
+                        .map(|k| Ok((k, top_k(&pair.seen, &pair.expected, classes, k)?)))
+                        .collect::<Result<_>>()?;
+                    Some((divergence(&pair.seen, &pair.expected, classes)?, top))
+                }
+                None => None,
+            };
+            let comparison = compare(&pair.seen, &pair.expected, tolerance)?;
+            outputs.push(Output { name, comparison, not_finite: pair.not_finite, scores, limit });
+        }
+        Ok(Report { outputs })
+    }
+}
+
+impl Output {
+    fn passes(&self) -> bool {
+        let c = &self.comparison;
+        let near = match self.limit {
+            Limit::Psnr(least) => c.psnr >= least,
+            Limit::Relative(most) => c.relative() <= most,
+        };
+        near && self.not_finite == 0 && c.expected_non_finite == 0
+    }
+
+    fn text(&self) -> String {
+        let c = &self.comparison;
+        let limit = match self.limit {
+            Limit::Psnr(least) => format!("at least {least} dB"),
+            Limit::Relative(most) => format!("at most {most:e} of the spread"),
+        };
+        let verdict = if self.passes() { "PASS" } else { "FAIL" };
+        let mut text = format!(
+            "{verdict} {}: max error {:.2e} ({:.2e} of the spread), cosine {:.7}, PSNR {:.1} dB; wanted {limit}",
+            self.name,
+            c.max,
+            c.relative(),
+            c.cosine,
+            c.psnr
+        );
+        if let Some((divergence, top)) = &self.scores {
+            let top: Vec<String> = top.iter().map(|(k, share)| format!("top-{k} {:.1} %", share * 100.0)).collect();
+            text.push_str(&format!("\n     KL divergence {divergence:.2e}, agreement {}", top.join(", ")));
+        }
+        if self.not_finite > 0 {
+            text.push_str(&format!("\n     {} values are not finite", self.not_finite));
+        }
+        if let (false, Some(bad)) = (self.passes(), &c.first_bad) {
+            text.push_str(&format!(
+                "\n     first value off: index {}, {} for {}",
+                bad.index, bad.seen, bad.expected
+            ));
+        }
+        text
+    }
+}
+
+impl Report {
+    pub(super) fn answer(&self) -> Answer {
+        if self.outputs.iter().all(Output::passes) { Answer::Yes } else { Answer::No }
+    }
+
+    pub(super) fn text(&self) -> String {
+        self.outputs.iter().map(Output::text).collect::<Vec<_>>().join("\n")
+    }
+
+    pub(super) fn json(&self) -> serde_json::Value {
+        let output = |o: &Output| {
+            let c = &o.comparison;
+            json!({
+                "name": o.name, "pass": o.passes(), "values": c.count, "max": c.max, "relative": c.relative(),
+                "spread": c.spread, "cosine": c.cosine,
+                // JSON has no infinity: no difference at all is shown as 999 dB.
+                "psnr": c.psnr.min(999.0),
+                "not_finite": o.not_finite,
+                "kl": o.scores.as_ref().map(|s| s.0),
+                "top": o.scores.as_ref().map(|s| s.1.iter().map(|(k, v)| (k.to_string(), *v)).collect::<BTreeMap<_, _>>()),
+            })
+        };
+        json!({
+            "pass": self.answer() == Answer::Yes,
+            "outputs": self.outputs.iter().map(output).collect::<Vec<_>>(),
+        })
+    }
+}

@@ -1,0 +1,109 @@
+//! Weights of a package: a list, and one of them decoded to `.npy`.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+};
+
+use crate::{
+    bail,
+    error::Result,
+    interp::{Machine, Precision},
+    mil::{Arg, Const, Data, Function, Op, Program, Type, ValueId},
+    ops::Val,
+    package, ui,
+};
+
+/// One row a weight: name, type, bits per element, bytes.
+pub(super) fn table(program: &Program) -> String {
+    let mut rows = vec![["name", "type", "stored as", "bits/weight", "bytes"].map(String::from).to_vec()];
+    for function in program.functions.values() {
+        for (id, op) in weights(function) {
+            let ty = function.ty(id);
+            let stored: Vec<&crate::mil::Weight> = blobs(op).collect();
+            let bytes: usize = stored.iter().filter_map(|w| w.dtype.packed_len(w.count())).sum();
+            let forms: Vec<String> = stored.iter().map(|w| w.ty().to_string()).collect();
+            let count = ty.as_tensor().and_then(|t| t.count()).unwrap_or(0).max(1);
+            #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
+            let bits = bytes as f64 * 8.0 / count as f64;
+            let kind = op.kind.trim_start_matches("constexpr_");
+            let form = if op.kind == "const" { forms.join(" + ") } else { format!("{kind}: {}", forms.join(" + ")) };
+            rows.push(vec![function.name(id).into(), ty.to_string(), form, format!("{bits:.2}"), bytes.to_string()]);
+        }
+    }
+    ui::table(&rows)
+}
+
+/// Decodes one weight, whatever it is stored as, to fp32 or integers.
+pub(super) fn dump(program: &Program, name: &str, file: &Path) -> Result<()> {
+    let found = program.functions.values().find_map(|f| {
+        let (id, _) = weights(f).into_iter().find(|(id, _)| f.name(*id) == name)?;
+        Some((f, id))
+    });
+    let Some((function, id)) = found else {
+        bail!("there is no weight `{name}`"; hint: "`silane inspect PACKAGE --weights` lists them");
+    };
+    let value = decode(function, id)?;
+    let tensor = value.tensor()?;
+    let (kind, data): (&str, Vec<u8>) = match function.ty(id) {
+        Type::Tensor(t) if t.dtype.is_float() => {
+            ("<f4", value.to_floats()?.iter().flat_map(|v| v.to_le_bytes()).collect())
+        }
+        _ => ("<i8", value.to_ints()?.iter().flat_map(|v| v.to_le_bytes()).collect()),
+    };
+    package::write_beside(file, &npy(kind, tensor.dims(), &data))
+}
+
+/// Runs only what makes the value: constants and what expands them.
+fn decode(function: &Function, id: ValueId) -> Result<Val> {
+    let mut alone = function.clone();
+    alone.inputs.clear();
+    alone.body.ops.retain(|op| op.kind == "const" || op.kind.starts_with("constexpr_"));
+    alone.body.outputs = vec![id];
+    let name = function.name(id).to_string();
+    let program = Program { functions: BTreeMap::from([("main".to_string(), alone)]), ..Program::default() };
+    let mut machine = Machine::new(&program, Precision::Fp16);
+    let mut states = machine.states("main")?;
+    let outputs = machine.run("main", &BTreeMap::new(), &mut states, None)?;
+    match outputs.into_iter().find(|(n, _)| *n == name) {
+        Some((_, value)) => Ok(value),
+        None => bail!("`{name}` was not computed"),
+    }
+}
+
+/// Results of ops that hold weight blobs.
+fn weights(function: &Function) -> Vec<(ValueId, &Op)> {
+    let mut found = Vec::new();
+    function.body.walk(&mut |op| {
+        if let (Some(id), true) = (op.outputs.last(), blobs(op).next().is_some()) {
+            found.push((*id, op));
+        }
+    });
+    found
+}
+
+fn blobs(op: &Op) -> impl Iterator<Item = &crate::mil::Weight> {
+    let bound = op.args().filter_map(|a| match a {
+        Arg::Const(c) => Some(c),
+        Arg::Value(_) => None,
+    });
+    op.attrs.values().chain(bound).filter_map(|c: &Const| match &c.data {
+        Data::Weight(w) => Some(w),
+        Data::Literal(_) => None,
+    })
+}
+
+/// The NumPy format, version 1.0: magic, header length, a Python literal padded to 64 bytes, data.
+fn npy(kind: &str, shape: &[usize], data: &[u8]) -> Vec<u8> {
+    let dims: String = shape.iter().map(|d| format!("{d},")).collect();
+    let mut header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': ({dims}), }}");
+    let padding = 64 - (10 + header.len() + 1) % 64;
+    header.push_str(&" ".repeat(padding % 64));
+    header.push('\n');
+    let length = u16::try_from(header.len()).unwrap_or(u16::MAX);
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend(length.to_le_bytes());
+    file.extend(header.as_bytes());
+    file.extend(data);
+    file
+}
