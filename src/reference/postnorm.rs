@@ -162,3 +162,34 @@ fn bucket(query: usize, key: usize) -> u32 {
     };
     if key > query { 16 + step } else { step }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::bucket;
+
+    /// Numbers of Transformers' own formula, in numpy.
+    #[test]
+    fn distances_fall_into_mpnets_buckets() {
+        for (distance, before) in [
+            (0, 0),
+            (1, 1),
+            (7, 7),
+            (8, 8),
+            (11, 8),
+            (12, 9),
+            (16, 10),
+            (31, 11),
+            (32, 12),
+            (45, 12),
+            (46, 13),
+            (63, 13),
+            (64, 14),
+            (90, 14),
+            (91, 15),
+            (511, 15),
+        ] {
+            let after = if distance == 0 { 0 } else { before + 16 };
+            assert_eq!((bucket(distance, 0), bucket(0, distance)), (before, after), "{distance}");
+        }
+    }
+}
