@@ -74,7 +74,7 @@ fn header(file: &[u8]) -> Result<(&[u8], usize)> {
         bail!("truncated: {} bytes, even an empty file has 10", file.len(); hint: "{FETCH}");
     };
     let length = u64::from_le_bytes(*length);
-    // The cut of the download is the likelier cause only when the length itself makes sense.
+    // A length beyond the limit is another format; within it, the file was cut.
     match usize::try_from(length).ok().filter(|n| *n <= MAX_HEADER) {
         None => bail!("not a safetensors file: a header of {length} bytes, at most {MAX_HEADER} are allowed"),
         Some(n) => match rest.get(..n) {

@@ -78,7 +78,7 @@ impl Tensors {
 
     /// The tensor as fp16; when it is read, a value that fp16 cannot hold is an error.
     pub fn weight_f16(&self, name: &str) -> Result<Weight> {
-        let weight = self.weight(name)?;
+        let weight = self.float_weight(name)?;
         let key = match weight.dtype {
             DType::F16 => weight.key.clone(),
             _ => format!("{} | fp16", weight.key),
@@ -86,9 +86,9 @@ impl Tensors {
         Ok(Weight::new(key, DType::F16, weight.shape.clone(), move || to_f16(&weight)))
     }
 
-    /// The elements as 32-bit floats.
+    /// The elements of a float tensor, in 32 bits.
     pub fn floats(&self, name: &str) -> Result<Vec<f32>> {
-        self.weight(name)?.floats()
+        self.float_weight(name)?.floats()
     }
 
     /// The error for a tensor that is not there, with the names that are nearest.
@@ -96,6 +96,18 @@ impl Tensors {
         let error = Error::new(format!("the checkpoint has no tensor `{name}`"));
         let near: Vec<String> = self.nearest(name).iter().map(|n| format!("`{n}`")).collect();
         if near.is_empty() { error } else { error.hint(format!("the nearest names are {}", near.join(", "))) }
+    }
+
+    // Integers in the place of a weight are packed or need a scale; their values alone would be wrong.
+    fn float_weight(&self, name: &str) -> Result<Weight> {
+        let weight = self.weight(name)?;
+        if !weight.dtype.is_float() {
+            bail!(
+                "tensor `{name}`: {} in the place of floats, it is probably quantized", weight.ty();
+                hint: "convert the original checkpoint, and quantize it here"
+            );
+        }
+        Ok(weight)
     }
 
     fn find(&self, name: &str) -> Option<(&str, &Info)> {

@@ -75,6 +75,19 @@ impl<'a> Model<'a> {
         Ok(Model { family, checkpoint, config, inputs, root, base, sequence })
     }
 
+    pub(super) fn layer_count(&self) -> Result<usize> {
+        self.small_count(&["num_hidden_layers", "n_layers"], None)
+    }
+
+    /// A count of layers or groups, within what any real model has.
+    pub(super) fn small_count(&self, keys: &[&str], default: Option<usize>) -> Result<usize> {
+        match self.config.opt_usize(keys)?.or(default) {
+            None => self.config.usize(keys),
+            Some(n) if (1..=1024).contains(&n) => Ok(n),
+            Some(n) => bail!("{}: `{}` is {n}, expected 1 to 1024", self.config.path().display(), keys[0]),
+        }
+    }
+
     pub(super) fn layer_norm_eps(&self) -> Result<f64> {
         match self.family {
             Family::DistilBert => Ok(1e-12),

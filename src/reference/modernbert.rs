@@ -19,9 +19,10 @@ pub(super) fn hidden(model: &Model<'_>) -> Result<Tensor> {
         bail!("input_ids: {} tokens, the model takes at most {longest}", model.sequence);
     }
     let (base, epsilon) = (&model.base, model.layer_norm_eps()?);
-    let [full, local] = [Layer::new(model, true)?, Layer::new(model, false)?];
     let words = base.embedding("embeddings.tok_embeddings", &model.inputs.input_ids)?;
     let mut x = base.layer_norm("embeddings.norm", &words, epsilon)?;
+    let width = x.dim(D::Minus1)? / model.heads()?;
+    let [full, local] = [Layer::new(model, true, width)?, Layer::new(model, false, width)?];
     for (i, is_full) in full_layers(model)?.into_iter().enumerate() {
         let layer = if is_full { &full } else { &local };
         x = layer.run(&base.join(format!("layers.{i}")), &x, i == 0)?;
@@ -32,7 +33,7 @@ pub(super) fn hidden(model: &Model<'_>) -> Result<Tensor> {
 /// Which layers see the whole sequence.
 fn full_layers(model: &Model<'_>) -> Result<Vec<bool>> {
     let config = model.config;
-    let count = config.usize(&["num_hidden_layers"])?;
+    let count = model.layer_count()?;
     let types = config.strings("layer_types");
     if types.len() == count {
         return Ok(types.into_iter().map(|t| t == "full_attention").collect());
@@ -55,14 +56,12 @@ struct Layer<'a> {
 }
 
 impl<'a> Layer<'a> {
-    fn new(model: &Model<'a>, full: bool) -> Result<Layer<'a>> {
+    fn new(model: &Model<'a>, full: bool, width: usize) -> Result<Layer<'a>> {
         let config = model.config;
-        let heads = model.heads()?;
-        let width = config.usize(&["hidden_size"])? / heads;
         let window = config.usize_or(&["local_attention"], 128)? / 2;
         let (cos, sin) = rotary(theta(model, full)?, width, model.sequence)?;
         Ok(Layer {
-            heads,
+            heads: model.heads()?,
             epsilon: model.layer_norm_eps()?,
             act: model.act()?,
             mask: model.mask((!full).then_some(window))?,
@@ -107,7 +106,7 @@ fn theta(model: &Model<'_>, full: bool) -> Result<f64> {
 
 /// Cosines and sines, `[sequence, width]`, both halves alike.
 fn rotary(theta: f64, width: usize, sequence: usize) -> Result<(Tensor, Tensor)> {
-    if width % 2 != 0 {
+    if !width.is_multiple_of(2) {
         bail!("a head of {width} channels cannot be rotated");
     }
     #[expect(clippy::cast_precision_loss, reason = "positions and widths are small")]

@@ -101,17 +101,13 @@ impl Block<'_> {
 
 /// The layers in the order they run; ALBERT's run many times.
 fn layers<'a>(model: &Model<'a>) -> Result<Vec<Scope<'a>>> {
-    let (config, base) = (model.config, &model.base);
-    let count = config.usize(&["num_hidden_layers", "n_layers"])?;
+    let (base, count) = (&model.base, model.layer_count()?);
     if model.family != Family::Albert {
         let stem = if model.family == Family::DistilBert { "transformer" } else { "encoder" };
         return Ok((0..count).map(|i| base.join(format!("{stem}.layer.{i}"))).collect());
     }
-    let groups = config.usize_or(&["num_hidden_groups"], 1)?;
-    let inner = config.usize_or(&["inner_group_num"], 1)?;
-    if groups == 0 || groups > count {
-        return Err(config.wrong("num_hidden_groups", &format!("1 to {count}")));
-    }
+    let groups = model.small_count(&["num_hidden_groups"], Some(1))?;
+    let inner = model.small_count(&["inner_group_num"], Some(1))?;
     let place = |i: usize, j: usize| {
         base.join(format!("encoder.albert_layer_groups.{}.albert_layers.{j}", i * groups / count))
     };
@@ -165,4 +161,35 @@ fn bucket(query: usize, key: usize) -> u32 {
         _ => 15.min(8 + ((distance as f32 / 8.0).ln() / 16f32.ln() * 8.0) as u32),
     };
     if key > query { 16 + step } else { step }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bucket;
+
+    /// Numbers of Transformers' own formula, in numpy.
+    #[test]
+    fn distances_fall_into_mpnets_buckets() {
+        for (distance, before) in [
+            (0, 0),
+            (1, 1),
+            (7, 7),
+            (8, 8),
+            (11, 8),
+            (12, 9),
+            (16, 10),
+            (31, 11),
+            (32, 12),
+            (45, 12),
+            (46, 13),
+            (63, 13),
+            (64, 14),
+            (90, 14),
+            (91, 15),
+            (511, 15),
+        ] {
+            let after = if distance == 0 { 0 } else { before + 16 };
+            assert_eq!((bucket(distance, 0), bucket(0, distance)), (before, after), "{distance}");
+        }
+    }
 }
