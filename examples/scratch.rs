@@ -1,8 +1,15 @@
-use silane::{checkpoint::*, models, passes, graph, ops::Opset, mil::DType};
+use silane::{checkpoint::*, graph, mil::DType, models, ops::Opset, passes};
 fn main() {
     for dir in std::env::args().skip(1) {
         let c = Checkpoint::open(&dir).unwrap();
-        let plan = models::Plan { task: c.task().unwrap(), batch: 2, tokens: Some(9), token_type_ids: false, float: DType::F16, opset: Opset::Ios18 };
+        let plan = models::Plan {
+            task: c.task().unwrap(),
+            batch: 2,
+            tokens: Some(9),
+            token_type_ids: false,
+            float: DType::F16,
+            opset: Opset::Ios18,
+        };
         let mt = c.config.model_type().unwrap().to_string();
         match models::build(&c, &plan, &mt) {
             Ok(mut p) => {

@@ -31,6 +31,8 @@ pub struct Checkpoint {
     pub dir: PathBuf,
     pub config: Config,
     pub tensors: Tensors,
+    /// The id it was found by, when it was one of the Hub's.
+    pub hub_id: Option<String>,
     /// What the user should know, though nothing is wrong.
     pub notes: Vec<String>,
 }
@@ -45,7 +47,9 @@ impl Checkpoint {
         if path.is_file() {
             bail!("{path_or_hub_id}: this is a file, a checkpoint is a folder"; hint: "give the folder that holds `config.json`");
         }
-        Checkpoint::open_dir(&hub::resolve(path_or_hub_id)?)
+        let mut checkpoint = Checkpoint::open_dir(&hub::resolve(path_or_hub_id)?)?;
+        checkpoint.hub_id = path_or_hub_id.split('@').next().map(str::to_string);
+        Ok(checkpoint)
     }
 
     pub fn open_dir(dir: &Path) -> Result<Checkpoint> {
@@ -58,7 +62,20 @@ impl Checkpoint {
         let files = weights::find(dir)?;
         let mut notes = files.notes.clone();
         let tensors = Tensors::open(&files, &config, &mut notes)?;
-        Ok(Checkpoint { dir: dir.to_path_buf(), config, tensors, notes })
+        Ok(Checkpoint { dir: dir.to_path_buf(), config, tensors, hub_id: None, notes })
+    }
+
+    /// Every file that a conversion reads: config, weights, and the sentence-transformers files.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let mut files: Vec<PathBuf> = ["config.json", "modules.json", "1_Pooling/config.json"]
+            .iter()
+            .map(|name| self.dir.join(name))
+            .filter(|path| path.is_file())
+            .collect();
+        files.extend(self.tensors.names().filter_map(|n| Some(self.tensors.get(n)?.file.to_path_buf())));
+        files.sort();
+        files.dedup();
+        files
     }
 
     /// What the checkpoint was made for: embedding when sentence-transformers files are there, else what

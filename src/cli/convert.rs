@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    io::Read,
     path::{Path, PathBuf},
     time::Instant,
 };
@@ -204,14 +205,22 @@ fn interface(
 fn sources(checkpoint: &Checkpoint) -> Result<BTreeMap<String, String>> {
     let mut sums = BTreeMap::new();
     for path in checkpoint.files() {
-        let mut hash = Sha256::new();
-        let mut file = std::fs::File::open(&path).map_err(|e| io(&path, &e))?;
-        std::io::copy(&mut file, &mut hash).map_err(|e| io(&path, &e))?;
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let sum = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
-        sums.insert(name, sum);
+        let name = path.strip_prefix(&checkpoint.dir).unwrap_or(&path).to_string_lossy().into_owned();
+        sums.insert(name, sha256(&path)?);
     }
     Ok(sums)
+}
+
+fn sha256(path: &Path) -> Result<String> {
+    let mut file = std::fs::File::open(path).map_err(|e| io(path, &e))?;
+    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 16]);
+    loop {
+        match file.read(&mut buffer).map_err(|e| io(path, &e))? {
+            0 => break,
+            n => hash.update(&buffer[..n]),
+        }
+    }
+    Ok(hash.finalize().iter().map(|b| format!("{b:02x}")).collect())
 }
 
 /// Copies tokenizer and config into a folder named as the package, without its extension.
@@ -233,7 +242,12 @@ fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<()
     Ok(())
 }
 
-fn summary(checked: &Checked, plan: &Plan, model_type: &str, contract: &serde_json::Value) -> serde_json::Value {
+fn summary(
+    checked: &Checked,
+    plan: &Plan,
+    model_type: &str,
+    contract: &serde_json::Value,
+) -> serde_json::Value {
     let mut ops: BTreeMap<&str, u64> = BTreeMap::new();
     for function in checked.program().functions.values() {
         function.body.walk(&mut |op| {

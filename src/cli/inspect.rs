@@ -234,7 +234,10 @@ fn opset(program: &Program) -> String {
     let names: HashSet<&str> = program.functions.values().map(|f| f.opset.as_str()).collect();
     let mut names: Vec<&str> = names.into_iter().collect();
     names.sort_unstable();
-    let show = |n: &&str| Opset::from_wire(n).map_or_else(|| format!("opset `{n}`, which silane does not know"), |o| o.to_string());
+    let show = |n: &&str| {
+        Opset::from_wire(n)
+            .map_or_else(|| format!("opset `{n}`, which silane does not know"), |o| o.to_string())
+    };
     names.iter().map(show).collect::<Vec<_>>().join(", ")
 }
 
@@ -274,7 +277,12 @@ fn metadata_json(interface: &Interface) -> Json {
 
 fn metadata_text(interface: &Interface) -> Vec<String> {
     let m = &interface.metadata;
-    let named = [("description", &m.description), ("author", &m.author), ("license", &m.license), ("version", &m.version)];
+    let named = [
+        ("description", &m.description),
+        ("author", &m.author),
+        ("license", &m.license),
+        ("version", &m.version),
+    ];
     let mut lines: Vec<String> =
         named.iter().filter(|(_, v)| !v.is_empty()).map(|(k, v)| format!("  {k}: {}", short(v))).collect();
     lines.extend(m.user_defined.iter().map(|(k, v)| format!("  {k}: {}", short(v))));

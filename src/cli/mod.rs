@@ -9,11 +9,14 @@ mod sample;
 mod validate;
 mod weights;
 
-use std::process::ExitCode;
+use std::{io::Write, path::Path, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
-use crate::{error::Result, ui};
+use crate::{
+    error::{Error, Result, io},
+    ui,
+};
 
 #[derive(Parser)]
 #[command(name = "silane", version, about, long_about = None, max_term_width = 100)]
@@ -60,7 +63,16 @@ pub fn main() -> ExitCode {
 
 /// Prints a JSON document, the only thing on stdout.
 fn print_json(value: &serde_json::Value) -> Result<()> {
-    let text = serde_json::to_string_pretty(value).map_err(|e| crate::Error::new(e.to_string()))?;
+    let text = serde_json::to_string_pretty(value).map_err(|e| Error::new(e.to_string()))?;
     ui::data(text);
+    Ok(())
+}
+
+/// Writes a file beside its place, then renames it there.
+fn write_beside(path: &Path, bytes: &[u8]) -> Result<()> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|e| io(folder, &e))?;
+    file.write_all(bytes).map_err(|e| io(path, &e))?;
+    file.persist(path).map_err(|e| io(path, &e.error))?;
     Ok(())
 }

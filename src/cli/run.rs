@@ -112,8 +112,8 @@ impl Host {
         let contract: serde_json::Value =
             serde_json::from_str(contract).map_err(|e| Error::new(format!("silane.contract: {e}")))?;
         let folder = args.tokenizer.clone().unwrap_or_else(|| args.package.with_extension(""));
-        let tokenizer = Tokenizer::open(&folder)
-            .hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
+        let tokenizer =
+            Tokenizer::open(&folder).hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
         let names = |v: &serde_json::Value| -> Vec<String> {
             v.as_array().into_iter().flatten().filter_map(|n| n.as_str().map(str::to_string)).collect()
         };
@@ -170,7 +170,8 @@ impl Host {
         embeddings: &mut Vec<(String, Vec<f32>)>,
     ) -> Result<()> {
         let first_row = |name: &str| -> Result<Vec<f32>> {
-            let value = outputs.get(name).ok_or_else(|| Error::new(format!("there is no output `{name}`")))?;
+            let value =
+                outputs.get(name).ok_or_else(|| Error::new(format!("there is no output `{name}`")))?;
             let all = value.to_floats()?;
             Ok(all[..all.len() / self.batch.max(1)].to_vec())
         };
@@ -286,7 +287,8 @@ fn describe(name: &str, value: &Val) -> Result<()> {
         return Ok(());
     };
     let values = value.to_floats()?;
-    let (low, high) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), v| (l.min(*v), h.max(*v)));
+    let (low, high) =
+        values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), v| (l.min(*v), h.max(*v)));
     let bad = values.iter().filter(|v| !v.is_finite()).count();
     ui::data(format_args!("{name} {:?}  min {low:.6}  max {high:.6}  not finite {bad}", t.dims()));
     Ok(())
@@ -342,12 +344,16 @@ fn write_tensors(
         let Val::Tensor(tensor) = value else { bail!("output `{name}` is no tensor") };
         let dtype = declared(name).unwrap_or(DType::F32);
         let (kind, bytes) = match dtype {
-            DType::F16 if precision == Precise::Fp16 => (safetensors::Dtype::F16, half_bytes(&value.to_floats()?)),
+            DType::F16 if precision == Precise::Fp16 => {
+                (safetensors::Dtype::F16, half_bytes(&value.to_floats()?))
+            }
             d if d.is_float() => {
                 let bytes = value.to_floats()?.iter().flat_map(|v| v.to_le_bytes()).collect();
                 (safetensors::Dtype::F32, bytes)
             }
-            DType::Bool => (safetensors::Dtype::BOOL, value.to_ints()?.iter().map(|i| u8::from(*i != 0)).collect()),
+            DType::Bool => {
+                (safetensors::Dtype::BOOL, value.to_ints()?.iter().map(|i| u8::from(*i != 0)).collect())
+            }
             _ => {
                 let narrow = |i: &i64| i32::try_from(*i).unwrap_or(i32::MAX).to_le_bytes();
                 (safetensors::Dtype::I32, value.to_ints()?.iter().flat_map(narrow).collect::<Vec<u8>>())
@@ -362,7 +368,7 @@ fn write_tensors(
         views.push((name.as_str(), view));
     }
     let bytes = safetensors::serialize(views, None).map_err(|e| Error::new(e.to_string()))?;
-    package::write_beside(path, &bytes)
+    super::write_beside(path, &bytes)
 }
 
 /// Infinities stay what they are: the file shows what was computed.

@@ -16,7 +16,12 @@ const TEXTS: [&str; 4] = [
 
 /// Rounds of inputs `[batch, tokens]`: random ids in full, with padding behind and in front, a row of
 /// nothing but padding where there is more than one, and text where there is a tokenizer.
-pub(super) fn rounds(checkpoint: &Checkpoint, batch: usize, tokens: usize, types: bool) -> Result<Vec<Inputs>> {
+pub(super) fn rounds(
+    checkpoint: &Checkpoint,
+    batch: usize,
+    tokens: usize,
+    types: bool,
+) -> Result<Vec<Inputs>> {
     let config = &checkpoint.config;
     let vocabulary = config.usize(&["vocab_size"])?.max(1);
     let pad = config.usize_or(&["pad_token_id"], 0)?;
@@ -60,7 +65,13 @@ enum Padding {
     Before,
 }
 
-fn texts(tokenizer: &Tokenizer, batch: usize, tokens: usize, vocabulary: usize, pad: usize) -> Result<Inputs> {
+fn texts(
+    tokenizer: &Tokenizer,
+    batch: usize,
+    tokens: usize,
+    vocabulary: usize,
+    pad: usize,
+) -> Result<Inputs> {
     let texts: Vec<&str> = TEXTS.into_iter().cycle().take(batch).collect();
     let mut inputs = Inputs { input_ids: Vec::new(), attention_mask: Vec::new(), token_type_ids: None };
     for text in texts {

@@ -149,8 +149,10 @@ fn checkpoint_against_tensors(checkpoint: &Checkpoint, tensors: &Path) -> Result
     let stored = read_tensors(tensors)?;
     let inputs = inputs_of(&stored)?;
     let task = checkpoint.task()?;
-    let seen: BTreeMap<String, Val> =
-        reference::encoder(checkpoint, task, &inputs)?.into_iter().map(|(n, t)| (n, Val::Tensor(t))).collect();
+    let seen: BTreeMap<String, Val> = reference::encoder(checkpoint, task, &inputs)?
+        .into_iter()
+        .map(|(n, t)| (n, Val::Tensor(t)))
+        .collect();
     let mut pairs = Pairs::default();
     pairs.add(&seen, &stored, &stored)?;
     pairs.report(REFERENCE)
@@ -347,7 +349,8 @@ impl Output {
             c.psnr
         );
         if let Some((divergence, top)) = &self.scores {
-            let top: Vec<String> = top.iter().map(|(k, share)| format!("top-{k} {:.1} %", share * 100.0)).collect();
+            let top: Vec<String> =
+                top.iter().map(|(k, share)| format!("top-{k} {:.1} %", share * 100.0)).collect();
             text.push_str(&format!("\n     KL divergence {divergence:.2e}, agreement {}", top.join(", ")));
         }
         if self.not_finite > 0 {

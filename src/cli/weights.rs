@@ -1,9 +1,6 @@
 //! Weights of a package: a list, and one of them decoded to `.npy`.
 
-use std::{
-    collections::BTreeMap,
-    path::Path,
-};
+use std::{collections::BTreeMap, path::Path};
 
 use crate::{
     bail,
@@ -11,7 +8,7 @@ use crate::{
     interp::{Machine, Precision},
     mil::{Arg, Const, Data, Function, Op, Program, Type, ValueId},
     ops::Val,
-    package, ui,
+    ui,
 };
 
 /// One row a weight: name, type, bits per element, bytes.
@@ -27,8 +24,15 @@ pub(super) fn table(program: &Program) -> String {
             #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
             let bits = bytes as f64 * 8.0 / count as f64;
             let kind = op.kind.trim_start_matches("constexpr_");
-            let form = if op.kind == "const" { forms.join(" + ") } else { format!("{kind}: {}", forms.join(" + ")) };
-            rows.push(vec![function.name(id).into(), ty.to_string(), form, format!("{bits:.2}"), bytes.to_string()]);
+            let form =
+                if op.kind == "const" { forms.join(" + ") } else { format!("{kind}: {}", forms.join(" + ")) };
+            rows.push(vec![
+                function.name(id).into(),
+                ty.to_string(),
+                form,
+                format!("{bits:.2}"),
+                bytes.to_string(),
+            ]);
         }
     }
     ui::table(&rows)
@@ -51,7 +55,7 @@ pub(super) fn dump(program: &Program, name: &str, file: &Path) -> Result<()> {
         }
         _ => ("<i8", value.to_ints()?.iter().flat_map(|v| v.to_le_bytes()).collect()),
     };
-    package::write_beside(file, &npy(kind, tensor.dims(), &data))
+    super::write_beside(file, &npy(kind, tensor.dims(), &data))
 }
 
 /// Runs only what makes the value: constants and what expands them.

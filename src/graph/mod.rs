@@ -4,4 +4,4 @@ pub mod build;
 pub mod check;
 
 pub use build::{Builder, In};
-pub use check::{Checked, Problem, Severity, check};
+pub use check::{Checked, Problem, Severity, check, problems};

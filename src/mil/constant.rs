@@ -176,7 +176,8 @@ fn fits_f16(values: &[f32]) -> Result<()> {
         return Ok(());
     }
     let nan = values.iter().filter(|v| v.is_nan()).count();
-    let largest = values.iter().filter(|v| !v.is_nan()).fold(0f32, |a, v| if v.abs() > a.abs() { *v } else { a });
+    let largest =
+        values.iter().filter(|v| !v.is_nan()).fold(0f32, |a, v| if v.abs() > a.abs() { *v } else { a });
     bail!("{count} of {} values do not fit fp16: largest {largest}, {nan} not a number", values.len(); hint: "fp16 reaches 65504; scale the weight or convert with `--precision fp32`");
 }
 

@@ -27,7 +27,8 @@ fn body(n: &mut Net<'_>, inputs: &Inputs) -> Result<Hidden> {
     let mut x = n.linear("encoder.embedding_hidden_mapping_in", x)?;
     let config = &n.checkpoint.config;
     let layers = config.usize(&["num_hidden_layers"])?;
-    let (groups, inner) = (config.usize_or(&["num_hidden_groups"], 1)?, config.usize_or(&["inner_group_num"], 1)?);
+    let (groups, inner) =
+        (config.usize_or(&["num_hidden_groups"], 1)?, config.usize_or(&["inner_group_num"], 1)?);
     if groups == 0 || groups > layers {
         bail!("config.json: {layers} layers cannot be in {groups} groups");
     }

@@ -53,7 +53,8 @@ pub(super) fn layers(n: &mut Net<'_>, mut x: Hidden, mask: &Mask) -> Result<Hidd
 
 fn layer(n: &mut Net<'_>, x: Hidden, mask: &Mask) -> Result<Hidden> {
     let config = &n.checkpoint.config;
-    let (heads, act) = (config.usize(&["num_attention_heads"])?, Act::parse(config.str_or(&["hidden_act"], "gelu")?)?);
+    let (heads, act) =
+        (config.usize(&["num_attention_heads"])?, Act::parse(config.str_or(&["hidden_act"], "gelu")?)?);
     let eps = eps(n)?;
     let scale = Net::score_scale(n.channels(x)? / heads.max(1));
     let q = n.queries("attention.self.query", x, heads, scale)?;

@@ -151,7 +151,8 @@ fn heads(
     docs: &mut BTreeMap<String, String>,
 ) -> Result<Vec<ValueId>> {
     let mut doc = |name: &str, text: &str| docs.insert(name.into(), text.into());
-    let head = |h: Option<Head>| h.ok_or_else(|| Error::new(format!("task {task} is not known for this family")));
+    let head =
+        |h: Option<Head>| h.ok_or_else(|| Error::new(format!("task {task} is not known for this family")));
     match task {
         Task::FeatureExtraction => {
             doc("last_hidden_state", "Hidden states after the last layer, one vector per token");
@@ -203,7 +204,9 @@ fn embedding(net: &mut Net<'_>, inputs: &Inputs, hidden: Hidden) -> Result<Hidde
         PoolingMode::Cls => net.first_token("pooling", hidden)?,
         PoolingMode::Mean => net.mean_of_tokens("pooling", hidden, weights)?,
         PoolingMode::Max => net.max_of_tokens("pooling", hidden, weights)?,
-        other => bail!("pooling {other:?} is not supported"; hint: "supported are the first token, the mean and the largest"),
+        other => {
+            bail!("pooling {other:?} is not supported"; hint: "supported are the first token, the mean and the largest")
+        }
     };
     if pooling.is_some_and(|p| p.normalize) { net.unit_length("normalize", x) } else { Ok(x) }
 }

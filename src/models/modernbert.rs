@@ -114,7 +114,9 @@ fn classify(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
     let x = match (n.checkpoint.config.str_or(&["classifier_pooling"], "cls")?, inputs.token_weights) {
         ("mean", Some(weights)) => n.mean_of_tokens("pooling", x, weights)?,
         ("cls", _) => n.first_token("pooling", x)?,
-        (other, _) => bail!("config.json: classifier_pooling `{other}` is not supported"; hint: "`cls` and `mean` are"),
+        (other, _) => {
+            bail!("config.json: classifier_pooling `{other}` is not supported"; hint: "`cls` and `mean` are")
+        }
     };
     let x = prediction_head(n, inputs, x)?;
     n.linear("classifier", x)

@@ -51,7 +51,8 @@ fn biases(n: &mut Net<'_>, inputs: &Inputs) -> Result<Mask> {
     for head in 0..heads {
         let how = format!("head {head} over {tokens} tokens, keys first");
         let bias = n.store(&table, &how, [1, tokens, 1, tokens], move |table| {
-            let at = |k: usize, q: usize| table.get(bucket(k, q, buckets) * heads + head).copied().unwrap_or(0.0);
+            let at =
+                |k: usize, q: usize| table.get(bucket(k, q, buckets) * heads + head).copied().unwrap_or(0.0);
             Ok((0..tokens).flat_map(|k| (0..tokens).map(move |q| at(k, q))).collect())
         });
         masks.push(n.binary("add", &format!("bias_{head}"), inputs.mask, bias)?);
@@ -61,7 +62,12 @@ fn biases(n: &mut Net<'_>, inputs: &Inputs) -> Result<Mask> {
 
 /// T5's bidirectional buckets: half for each direction, exact up to a quarter, then logarithmic up to a
 /// distance of 128.
-#[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small counts")]
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "small counts"
+)]
 fn bucket(key: usize, query: usize, buckets: usize) -> usize {
     let half = buckets / 2;
     let exact = half / 2;
@@ -76,7 +82,8 @@ fn bucket(key: usize, query: usize, buckets: usize) -> usize {
 
 fn layer(n: &mut Net<'_>, x: Hidden, mask: &Mask) -> Result<Hidden> {
     let config = &n.checkpoint.config;
-    let (heads, act) = (config.usize(&["num_attention_heads"])?, Act::parse(config.str_or(&["hidden_act"], "gelu")?)?);
+    let (heads, act) =
+        (config.usize(&["num_attention_heads"])?, Act::parse(config.str_or(&["hidden_act"], "gelu")?)?);
     let eps = bert::eps(n)?;
     if mask.0.len() != heads {
         bail!("{} heads have a relative bias, the config says {heads}", mask.0.len());

@@ -1,11 +1,7 @@
 //! Activation functions, by the names that Hugging Face configs use.
 
 use super::{Hidden, Net};
-use crate::{
-    bail,
-    error::Result,
-    mil::ValueId,
-};
+use crate::{bail, error::Result, mil::ValueId};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
@@ -30,7 +26,9 @@ impl Act {
             "silu" | "swish" => Act::Silu,
             "tanh" => Act::Tanh,
             "sigmoid" => Act::Sigmoid,
-            other => bail!("activation `{other}` is not supported"; hint: "supported are gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, quick_gelu, relu, relu6, silu, tanh and sigmoid"),
+            other => {
+                bail!("activation `{other}` is not supported"; hint: "supported are gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, quick_gelu, relu, relu6, silu, tanh and sigmoid")
+            }
         })
     }
 }

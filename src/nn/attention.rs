@@ -1,12 +1,7 @@
 //! Split-head attention: one small attention per head, softmax over the keys, one transpose in all.
 
 use super::{Hidden, Net, linear::Rows};
-use crate::{
-    bail,
-    error::Result,
-    graph::In,
-    mil::ValueId,
-};
+use crate::{bail, error::Result, graph::In, mil::ValueId};
 
 /// One value per head, `[B, head dim, 1, S]`, or `[B, S, 1, head dim]` for transposed keys.
 #[derive(Debug, Clone)]

@@ -1,11 +1,7 @@
 //! From an activation to what a host reads.
 
 use super::{Hidden, Net};
-use crate::{
-    error::Result,
-    graph::In,
-    mil::ValueId,
-};
+use crate::{error::Result, graph::In, mil::ValueId};
 
 /// The widest layer that every Neural Engine takes in one piece.
 pub const WIDEST: usize = 16384;
@@ -13,10 +9,12 @@ pub const WIDEST: usize = 16384;
 impl Net<'_> {
     /// The first token's column, `[B, C, 1, 1]`.
     pub fn first_token(&mut self, name: &str, x: Hidden) -> Result<Hidden> {
-        let size: Vec<i32> =
-            self.builder.shape(x.0)?[..3].iter().map(|d| i32::try_from(*d).unwrap_or(i32::MAX)).chain([1]).collect();
-        let params =
-            [("x", x.into()), ("begin", [0, 0, 0, 0].into()), ("size", In::from(size.as_slice()))];
+        let size: Vec<i32> = self.builder.shape(x.0)?[..3]
+            .iter()
+            .map(|d| i32::try_from(*d).unwrap_or(i32::MAX))
+            .chain([1])
+            .collect();
+        let params = [("x", x.into()), ("begin", [0, 0, 0, 0].into()), ("size", In::from(size.as_slice()))];
         Ok(Hidden(self.op("slice_by_size", name, params)?))
     }
 
@@ -50,14 +48,21 @@ impl Net<'_> {
     pub fn unit_length(&mut self, name: &str, x: Hidden) -> Result<Hidden> {
         let (axes, keep) = (("axes", In::from([1])), ("keep_dims", In::from(true)));
         let size = self.op("abs", &format!("{name}_abs"), [("x", x.into())])?;
-        let largest =
-            self.op("reduce_max", &format!("{name}_largest"), [("x", size.into()), axes.clone(), keep.clone()])?;
+        let largest = self.op(
+            "reduce_max",
+            &format!("{name}_largest"),
+            [("x", size.into()), axes.clone(), keep.clone()],
+        )?;
         let largest =
             self.binary("maximum", &format!("{name}_above_zero"), largest, self.scalar(6.103_515_6e-5))?;
         let scaled = self.binary("real_div", &format!("{name}_scaled"), x.0, largest)?;
-        let sum = self.op("reduce_sum_square", &format!("{name}_square"), [("x", scaled.into()), axes, keep])?;
-        let inverse =
-            self.op("rsqrt", &format!("{name}_inverse"), [("x", sum.into()), ("epsilon", self.epsilon(0.0))])?;
+        let sum =
+            self.op("reduce_sum_square", &format!("{name}_square"), [("x", scaled.into()), axes, keep])?;
+        let inverse = self.op(
+            "rsqrt",
+            &format!("{name}_inverse"),
+            [("x", sum.into()), ("epsilon", self.epsilon(0.0))],
+        )?;
         Ok(Hidden(self.binary("mul", name, scaled, inverse)?))
     }
 

@@ -23,7 +23,8 @@ impl Net<'_> {
     /// `name.weight` `[out, in]` and, where there is one, `name.bias` `[out]`.
     pub fn linear(&mut self, name: &str, x: Hidden) -> Result<Hidden> {
         let weight = self.linear_weight(name)?;
-        let bias = self.has(&format!("{name}.bias")).then(|| self.source(&format!("{name}.bias"))).transpose()?;
+        let bias =
+            self.has(&format!("{name}.bias")).then(|| self.source(&format!("{name}.bias"))).transpose()?;
         self.convolve(name, x, &weight, bias.as_ref(), None)
     }
 
@@ -35,7 +36,8 @@ impl Net<'_> {
     /// Output channels of a linear layer in any order, scaled; named `name_part`.
     pub fn linear_with(&mut self, name: &str, part: &str, rows: Rows, x: Hidden) -> Result<Hidden> {
         let weight = self.linear_weight(name)?;
-        let bias = self.has(&format!("{name}.bias")).then(|| self.source(&format!("{name}.bias"))).transpose()?;
+        let bias =
+            self.has(&format!("{name}.bias")).then(|| self.source(&format!("{name}.bias"))).transpose()?;
         let place = if part.is_empty() { name.to_string() } else { format!("{name}_{part}") };
         self.convolve(&place, x, &weight, bias.as_ref(), Some(rows))
     }
@@ -104,7 +106,13 @@ impl Net<'_> {
     }
 
     /// Equal shares of the channels.
-    pub fn split_channels(&mut self, name: &str, x: ValueId, axis: i32, parts: usize) -> Result<Vec<ValueId>> {
+    pub fn split_channels(
+        &mut self,
+        name: &str,
+        x: ValueId,
+        axis: i32,
+        parts: usize,
+    ) -> Result<Vec<ValueId>> {
         if parts == 1 {
             return Ok(vec![x]);
         }
@@ -129,7 +137,8 @@ impl Rows {
             (None, scale) => format!("rows {:?} × {scale}", self.order),
         };
         net.store(source, &how, shape, move |all| {
-            let row = |r: &usize| all.get(r * width..(r + 1) * width).unwrap_or(&[]).iter().map(|v| v * rows.scale);
+            let row =
+                |r: &usize| all.get(r * width..(r + 1) * width).unwrap_or(&[]).iter().map(|v| v * rows.scale);
             Ok(rows.order.iter().flat_map(row).collect())
         })
     }

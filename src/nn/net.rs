@@ -35,7 +35,13 @@ pub struct Net<'a> {
 }
 
 impl<'a> Net<'a> {
-    pub fn new(checkpoint: &'a Checkpoint, builder: Builder, float: DType, batch: usize, tokens: usize) -> Self {
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        builder: Builder,
+        float: DType,
+        batch: usize,
+        tokens: usize,
+    ) -> Self {
         Self { checkpoint, builder, float, batch, tokens, scope: String::new() }
     }
 
@@ -97,7 +103,13 @@ impl<'a> Net<'a> {
         }
         let float = self.float;
         let key = format!("{key} {float} {shape:?}");
-        Weight::new(key, float, shape, move || Ok(crate::mil::constant::encode_floats(float, &values)?.into())).into()
+        Weight::new(
+            key,
+            float,
+            shape,
+            move || Ok(crate::mil::constant::encode_floats(float, &values)?.into()),
+        )
+        .into()
     }
 
     /// A float scalar in the program's element type.

@@ -6,11 +6,7 @@
 //! as queries and keys have the same.
 
 use super::{Heads, Hidden, Net, linear::Rows};
-use crate::{
-    error::Result,
-    graph::In,
-    mil::ValueId,
-};
+use crate::{error::Result, graph::In, mil::ValueId};
 
 /// cos and sin `[1, heads · dim/2, 1, S]`, made once per function.
 #[derive(Debug, Clone)]
@@ -26,7 +22,11 @@ pub struct Halves(ValueId, ValueId);
 impl Net<'_> {
     /// Tables for positions 0 … S−1, computed in double precision:
     /// angle = position · theta^(−2i/dim), the plain form of [RoFormer](https://arxiv.org/abs/2104.09864).
-    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "positions and rounding")]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        reason = "positions and rounding"
+    )]
     pub fn rotation(&self, theta: f64, heads: usize, dim: usize) -> Rotation {
         let (half, tokens) = (dim / 2, self.tokens);
         let table = |f: fn(f64) -> f64| {
@@ -77,7 +77,11 @@ impl Net<'_> {
         let mut heads = Vec::with_capacity(first.len());
         for (a, b) in first.iter().zip(second) {
             let values = In::from(&[*a, *b][..]);
-            heads.push(self.op("concat", &format!("{name}_head"), [("values", values), ("axis", axis.into())])?);
+            heads.push(self.op(
+                "concat",
+                &format!("{name}_head"),
+                [("values", values), ("axis", axis.into())],
+            )?);
         }
         Ok(Heads(heads))
     }

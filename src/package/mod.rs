@@ -23,7 +23,7 @@ use std::{
 
 pub use blob::WeightFile;
 pub use foreign::{Foreign, op_counts};
-pub use interface::Interface;
+pub use interface::{Feature, Interface};
 pub use manifest::Manifest;
 use prost::Message;
 pub use save::{Save, Saved, save};

@@ -36,7 +36,10 @@ pub(super) fn fold(function: &mut Function) -> Result<bool> {
 
 fn foldable(op: &Op) -> bool {
     let literal = |a: &Arg| matches!(a, Arg::Const(c) if matches!(c.data, Data::Literal(_)));
-    op.blocks.is_empty() && op.args().count() > 0 && op.args().all(literal) && !op.kind.starts_with("constexpr_")
+    op.blocks.is_empty()
+        && op.args().count() > 0
+        && op.args().all(literal)
+        && !op.kind.starts_with("constexpr_")
 }
 
 fn compute(op: &Op, ty: &Type) -> Result<Option<Const>> {

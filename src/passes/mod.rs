@@ -18,12 +18,8 @@ use crate::{
 /// A pass says whether it changed anything.
 type Pass = fn(&mut Function) -> Result<bool>;
 
-const PASSES: [(&str, Pass); 4] = [
-    ("fold", fold::fold),
-    ("dedup", dedup::dedup),
-    ("cancel", cancel::cancel),
-    ("dead", dead::remove_dead),
-];
+const PASSES: [(&str, Pass); 4] =
+    [("fold", fold::fold), ("dedup", dedup::dedup), ("cancel", cancel::cancel), ("dead", dead::remove_dead)];
 
 /// Runs every pass until none changes anything, then spells the constants.
 pub fn tidy(program: &mut Program) -> Result<()> {

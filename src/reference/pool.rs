@@ -4,19 +4,17 @@ use candle_core::{Device, Tensor};
 
 use super::model::Model;
 use crate::{
-    bail,
-    checkpoint::PoolingMode,
+    checkpoint::{Pooling, PoolingMode},
     error::{Context, Result},
 };
 
-/// Pooled, and normalized if the checkpoint's files say so: `[batch, channels]`.
+/// Pooled and normalized as the checkpoint's files say, the mean without them: `[batch, channels]`.
 pub(super) fn embedding(model: &Model<'_>, hidden: &Tensor) -> Result<Tensor> {
-    let Some(pooling) = model.checkpoint.pooling()? else {
-        bail!(
-            "{}: there is no `modules.json` to say how an embedding is pooled", model.checkpoint.dir.display();
-            hint: "use the task `feature-extraction`"
-        );
-    };
+    let pooling = model.checkpoint.pooling()?.unwrap_or(Pooling {
+        mode: PoolingMode::Mean,
+        normalize: false,
+        max_sequence_length: None,
+    });
     let pooled =
         pool(pooling.mode, hidden, &model.inputs.attention_mask).within(|| "while pooling".into())?;
     if !pooling.normalize {

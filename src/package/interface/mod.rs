@@ -149,6 +149,17 @@ impl Interface {
         })
     }
 
+    /// Sets the descriptions of inputs, outputs and states, in every function that has them.
+    pub fn describe(&mut self, docs: &BTreeMap<String, String>) {
+        for f in &mut self.functions {
+            for feature in f.inputs.iter_mut().chain(&mut f.outputs).chain(&mut f.states) {
+                if let Some(doc) = docs.get(&feature.name) {
+                    feature.description.clone_from(doc);
+                }
+            }
+        }
+    }
+
     pub fn function(&self, name: &str) -> Option<&FunctionInterface> {
         self.functions.iter().find(|f| f.name == name)
     }
