@@ -107,7 +107,8 @@ fn convolve(x: &Tensor, w: &Tensor, window: &Window, groups: usize) -> Result<Te
         return Ok(Tensor::zeros(shape, x.dtype(), x.device())?);
     }
     let input: usize = plan.size.iter().product();
-    let pointwise = plan.taps() == 1 && plan.stride == [1; 3] && plan.out == plan.size && plan.before == [0; 3];
+    let pointwise =
+        plan.taps() == 1 && plan.stride == [1; 3] && plan.out == plan.size && plan.before == [0; 3];
     let x = x.contiguous()?.reshape((batch, channels, input))?;
     let each = if pointwise && groups == 1 {
         let w = w.contiguous()?.reshape((out, channels))?;
