@@ -1,6 +1,6 @@
 //! Constants, branches and loops.
 
-use super::{ANY, BOOL, Eval, Opset, Spec, Tolerance, many, need, shape::free};
+use super::{ANY, BOOL, Eval, FLOAT, Opset, Spec, Tolerance, Val, fixed, many, need, shape::free};
 use crate::{
     bail,
     error::Result,
@@ -8,7 +8,7 @@ use crate::{
     ops::Args,
 };
 
-pub static SPECS: &[&Spec] = &[&CONST, &COND, &WHILE_LOOP];
+pub static SPECS: &[&Spec] = &[&CONST, &COND, &WHILE_LOOP, &CLASSIFY];
 
 /// Holds its value in the attribute `val`.
 static CONST: Spec = Spec {
@@ -74,6 +74,39 @@ static WHILE_LOOP: Spec = Spec {
         vars.into_iter().zip(results).map(|(v, r)| either(v, r)).collect()
     },
     eval: Eval::Flow,
+    flops: free,
+    tolerance: Tolerance::Exact,
+};
+
+/// The most probable class, and every class with its probability.
+static CLASSIFY: Spec = Spec {
+    name: "classify",
+    since: Opset::Ios15,
+    params: &[need("probabilities", FLOAT), fixed("classes", ANY)],
+    infer: |a| {
+        a.tensor("probabilities")?;
+        let label = match a.ty("classes")? {
+            Type::List { element, .. } => match element.as_tensor() {
+                Some(t) => Type::scalar(t.dtype),
+                None => bail!("`classes` is a list of {element}"),
+            },
+            other => bail!("`classes` is {other}, a list is expected"),
+        };
+        let table = Type::Dict(Box::new(label.clone()), Box::new(Type::scalar(DType::F64)));
+        Ok(vec![label, table])
+    },
+    eval: Eval::Call(|c| {
+        let Val::List(classes) = c.get("classes")? else { bail!("`classes` is no list") };
+        let probabilities = c.get("probabilities")?.to_floats()?;
+        if probabilities.len() != classes.len() || classes.is_empty() {
+            bail!("{} probabilities for {} classes", probabilities.len(), classes.len());
+        }
+        let above = |best: usize, i: usize| if probabilities[i] > probabilities[best] { i } else { best };
+        let best = (1..classes.len()).fold(0, above);
+        let row = |(class, p): (&Val, &f32)| Ok(Val::List(vec![class.clone(), Val::floats(vec![*p], &[])?]));
+        let table = classes.iter().zip(&probabilities).map(row).collect::<Result<_>>()?;
+        Ok(vec![classes[best].clone(), Val::List(table)])
+    }),
     flops: free,
     tolerance: Tolerance::Exact,
 };

@@ -54,7 +54,7 @@ pub struct Record {
     pub code: u32,
     pub data: u64,
     pub len: u64,
-    /// Unused bits of the last byte.
+    /// Unused bits of the last byte, for types narrower than one.
     pub padding: u64,
 }
 
@@ -189,17 +189,17 @@ impl Reader {
                 Error::new(format!("{len} bytes at {data} go past the end, {}", self.len())).at(place())
             );
         }
-        let record = Record { offset, code, data, len, padding };
-        if padding > 7 || (padding > 0 && len == 0) {
-            return Err(Error::new(format!("{padding} bits of padding in {len} bytes")).at(place()));
-        }
-        match record.dtype().and_then(DType::bits) {
-            Some(bits) if (len * 8 - padding) % bits as u64 != 0 => {
-                let message = format!("{len} bytes are no whole number of {}", record.type_name());
-                Err(Error::new(message).at(place()))
+        let mut record = Record { offset, code, data, len, padding: 0 };
+        if let Some(bits @ 1..8) = record.dtype().and_then(DType::bits) {
+            // Types of whole bytes have no padding, and early writers left other numbers there.
+            record.padding = padding;
+            if padding > 7 || padding > len || (len * 8 - padding) % bits as u64 != 0 {
+                let message =
+                    format!("{len} bytes less {padding} bits are no whole number of {}", record.type_name());
+                return Err(Error::new(message).at(place()));
             }
-            _ => Ok(record),
         }
+        Ok(record)
     }
 
     /// The packed bytes of a record.

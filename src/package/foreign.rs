@@ -5,11 +5,11 @@ use std::{collections::BTreeMap, fmt, path::Path};
 use prost::Message;
 
 use super::{
-    Fields, Interface, interface,
+    Interface, interface,
     kinds::{self, PROGRAM},
     proto::coreml as pb,
     undecodable,
-    wire::Field,
+    wire::{Field, Fields},
 };
 use crate::{
     bail,

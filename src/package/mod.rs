@@ -28,7 +28,7 @@ pub use manifest::Manifest;
 use prost::Message;
 pub use save::{Save, Saved, save};
 
-use self::{blob::WeightFiles, proto::coreml as pb, wire::Fields};
+use self::{blob::WeightFiles, proto::coreml as pb, wire::Sum};
 use crate::{
     bail,
     error::{self, Context, Error, Result},
@@ -94,7 +94,7 @@ impl Package {
         match &self.loss {
             None => Ok(()),
             Some(loss) => {
-                bail!("{}: {loss}, which would be lost in a rewritten package", self.model.display(); hint: "it can be inspected, validated and run")
+                bail!("{}: {loss}; a rewritten package would lose that", self.model.display(); hint: "it can be inspected, validated and run")
             }
         }
     }
@@ -164,14 +164,18 @@ fn program(bytes: &[u8], dir: &Path) -> Result<(Contents, Option<String>)> {
     let mut program = decode::program(model.ml_program.unwrap_or_default(), &mut weights)?;
     program.default_function.clone_from(&interface.default_function);
     let contents = Contents { program, interface, spec_version: model.specification_version, weights };
-    let loss = if !same_fields(bytes, &known) {
-        Some("it has fields that are not known here".to_string())
-    } else if contents.encode()? != known {
-        Some("it holds something in a form that is not kept".to_string())
-    } else {
-        None
-    };
+    let loss = loss(bytes, &known, &contents.encode()?);
     Ok((contents, loss))
+}
+
+/// What is lost between a file, what protobuf understood of it, and what we made of that.
+fn loss(file: &[u8], understood: &[u8], ours: &[u8]) -> Option<String> {
+    match (Sum::of(file), Sum::of(understood)) {
+        (Err(e), _) | (_, Err(e)) => Some(e.message().into()),
+        (Ok(a), Ok(b)) if a != b => Some("it says something twice, or in an odd encoding".into()),
+        _ if understood != ours => Some("it holds something in a form that is not kept".into()),
+        _ => None,
+    }
 }
 
 impl Contents {
@@ -191,21 +195,6 @@ fn message(interface: &Interface, program: pb::mil::Program, spec_version: i32) 
         description: Some(interface::encode(interface)),
         is_updatable: interface.updatable,
         ml_program: Some(program),
-    }
-}
-
-/// Whether two encodings differ in nothing but the order of map entries, as far as counting bytes tells.
-fn same_fields(a: &[u8], b: &[u8]) -> bool {
-    let count = |bytes: &[u8]| {
-        let mut counts = [0u64; 256];
-        bytes.iter().for_each(|b| counts[usize::from(*b)] += 1);
-        counts
-    };
-    // An empty metadata message says nothing and is not written again.
-    let empty_metadata = [0xa2, 0x06, 0x00];
-    a.len() == b.len() && count(a) == count(b) || {
-        let rest = a.len().checked_sub(empty_metadata.len());
-        rest == Some(b.len()) && a.windows(3).any(|w| w == empty_metadata)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Walking over a protobuf message whose schema is not needed.
+//! Walking over a serialized message, with or without its schema.
 
 use prost::encoding::decode_varint;
 
@@ -6,6 +6,53 @@ use crate::{
     bail,
     error::{Error, Result},
 };
+
+/// What a serialized message says, whatever the order of its map entries: how often each byte occurs in
+/// its plain values, and how many values it has. Values of zero and empty ones say nothing.
+#[derive(Debug, PartialEq)]
+pub(super) struct Sum {
+    bytes: [u64; 256],
+    values: u64,
+}
+
+impl Sum {
+    /// Sums up a `Model` that has been decoded; fails at a field that the schema does not have.
+    pub(super) fn of(model: &[u8]) -> Result<Self> {
+        let mut sum = Sum { bytes: [0; 256], values: 0 };
+        match MESSAGES.iter().find(|(name, _)| *name == "Model") {
+            Some(message) => sum.message(model, message)?,
+            None => bail!("the schema has no `Model`"),
+        }
+        Ok(sum)
+    }
+
+    fn message(&mut self, bytes: &[u8], (name, fields): &Message) -> Result<()> {
+        for field in Fields::new(bytes) {
+            let (number, field) = field?;
+            let Some((_, holds)) = fields.iter().find(|(n, _)| *n == number) else {
+                bail!("field {number} of `{name}` is not known here");
+            };
+            match (holds.and_then(|i| MESSAGES.get(i)), field) {
+                (Some(inner), Field::Bytes(b)) => self.message(b, inner)?,
+                (_, Field::Bytes(b)) => self.value(b),
+                (_, Field::Number(n)) => self.value(&n.to_le_bytes()),
+            }
+        }
+        Ok(())
+    }
+
+    fn value(&mut self, bytes: &[u8]) {
+        if bytes.iter().any(|b| *b != 0) {
+            bytes.iter().for_each(|b| self.bytes[usize::from(*b)] += 1);
+            self.values += 1;
+        }
+    }
+}
+
+/// A message's name, and its fields: number, and which message the field holds, if any.
+type Message = (&'static str, &'static [(u64, Option<usize>)]);
+
+static MESSAGES: &[Message] = include!(concat!(env!("OUT_DIR"), "/fields.rs"));
 
 /// The fields of a message, in order.
 pub(super) struct Fields<'a>(&'a [u8]);
