@@ -111,7 +111,7 @@ fn attributes(exam: &mut Exam<'_>, op: &Op, spec: &Spec, place: &str) {
     for (name, c) in op.attrs.iter().filter(|(n, _)| *n != "name") {
         match spec.param(name) {
             _ if !constexpr => {
-                exam.note("parameter", place, format!("{} has an attribute `{name}`", op.kind))
+                exam.note("parameter", place, format!("{} has an attribute `{name}`", op.kind));
             }
             Some(p) => accepted(exam, op, p, &c.ty, place),
             None => exam.error("parameter", place, format!("{} has no parameter `{name}`", op.kind)),
