@@ -451,7 +451,8 @@ fn a_program_without_weights_has_no_weight_file() {
     let dir = tempfile::tempdir().unwrap();
     let mut f = silane::graph::Builder::new(ops::Opset::Ios18);
     let x = f.input("x", TensorType::new(DType::F16, [1usize, 4])).unwrap();
-    let program = Program { functions: [("main".into(), f.finish(vec![x]))].into(), ..Program::default() };
+    let y = f.op("relu", "y", [("x", x.into())]).unwrap();
+    let program = Program { functions: [("main".into(), f.finish(vec![y]))].into(), ..Program::default() };
     let interface = Interface::of(&program).unwrap();
     let path = dir.path().join("out.mlpackage");
     let saved = save(&path, &check(program).unwrap(), &interface, Save::default()).unwrap();
