@@ -5,8 +5,8 @@
 use candle_core::{DType as CandleType, Device, Tensor};
 
 use super::{
-    ACTIVATION, ANY, BOOL, Call, Eval, INT, Opset, Param, Preset, STRING, Spec, Tolerance, Val, many, need,
-    one, option,
+    ACTIVATION, ANY, BOOL, Call, DTypes, Eval, INT, Opset, Param, Preset, STRING, Spec, Tolerance, Val, many,
+    need, one, option,
     shape::{bounded, free, index, result},
     written,
 };
@@ -34,7 +34,8 @@ static MAKE_LIST: Spec = Spec {
     params: &[
         option("init_length", INT),
         written("dynamic_length", BOOL, Preset::Bool(true)),
-        many("elem_shape", INT),
+        // A size that is not known is a name.
+        many("elem_shape", DTypes::of(&[DType::I32, DType::String])),
         written("dtype", STRING, Preset::Str("fp32")),
     ],
     infer: |a| {

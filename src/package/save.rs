@@ -48,7 +48,7 @@ pub fn save(path: &Path, program: &Checked, interface: &Interface, options: Save
     let spec_version = spec_version(program)?;
     check_interface(interface, program, spec_version)?;
     let program = &spelt(program);
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = parent(path);
     let beside = tempfile::Builder::new()
         .prefix(".silane-")
         .tempdir_in(parent)
@@ -138,8 +138,7 @@ fn check_target(path: &Path, options: Save<'_>) -> Result<()> {
     }
     if let Some(from) = options.from {
         from.rewritable()?;
-        let real = |p: &Path| fs::canonicalize(p).ok();
-        if let (Some(source), Some(target)) = (real(&from.path), real(path))
+        if let (Some(source), Some(target)) = (real_path(&from.path), real_path(path))
             && (source.starts_with(&target) || target.starts_with(&source))
         {
             bail!("{place} is the package that is being read"; hint: "write to another place");
@@ -149,6 +148,16 @@ fn check_target(path: &Path, options: Save<'_>) -> Result<()> {
         bail!("{place} exists already"; hint: "`--force` replaces it");
     }
     Ok(())
+}
+
+/// The path without symbolic links; the last part need not exist.
+fn real_path(path: &Path) -> Option<PathBuf> {
+    let parent = || fs::canonicalize(parent(path)).ok().zip(path.file_name());
+    fs::canonicalize(path).ok().or_else(|| parent().map(|(dir, name)| dir.join(name)))
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// The specification version that goes with the newest opset in use.

@@ -177,6 +177,39 @@ fn older_opsets_are_stricter() {
 }
 
 #[test]
+fn compressed_weights_have_their_form() {
+    let all_good: &[Damage] = &[("", |_| {})];
+    let newer: &[Damage] = &[
+        ("constexpr", |p| move_to_attributes(p, "w")),
+        ("constexpr", |p| bind(p, "lut", "shape", Const::ints(&[4, 8]))),
+        ("dtype", |p| bind(p, "w", "data", Const::ints(&[0; 32]))),
+        ("required", |p| drop(op(p, "w").params.remove("scale"))),
+        ("parameter", |p| bind(p, "w", "axis", Const::int(0))),
+        ("opset", |p| main(p).opset = "CoreML7".into()),
+    ];
+    let older: &[Damage] = &[
+        ("constexpr", move_to_inputs),
+        ("constexpr", |p| main(p).opset = "CoreML8".into()),
+        ("dtype", |p| attribute(p, "quantized_data", Const::ints(&[0; 32]))),
+        ("parameter", |p| attribute(p, "offset", Const::int(0))),
+        ("required", |p| drop(op(p, "w").attrs.remove("scale"))),
+        ("weight", |p| attribute(p, "scale", Const::weight(weight("s", DType::F64, &[4])))),
+    ];
+    type Make = fn() -> Program;
+    for (make, damages) in
+        [(compressed as Make, all_good), (affine as Make, all_good), (compressed, newer), (affine, older)]
+    {
+        for (i, (rule, damage)) in damages.iter().enumerate() {
+            let mut program = make();
+            damage(&mut program);
+            let found = problems(&program);
+            assert_eq!(found.is_empty(), rule.is_empty(), "{i}, {rule}: {found:?}");
+            assert_eq!(found.first().map_or("", |f| f.rule), *rule, "{i}: {found:?}");
+        }
+    }
+}
+
+#[test]
 fn narrow_indices_reach_every_row() {
     for (dtype, rows, reach) in [
         ("uint16", 65536, true),
@@ -269,6 +302,64 @@ fn old() -> Program {
     let mut function = b.finish(vec![r]);
     spell_constants(&mut function);
     program([("main", function)], "")
+}
+
+/// Two compressed weights of iOS 18.
+fn compressed() -> Program {
+    let mut b = Builder::new(Opset::Ios18);
+    let x = b.input("x", Type::tensor(F16, [1usize, 8])).unwrap();
+    let (data, scale) = (weight("d", DType::I8, &[4, 8]), weight("s", F16, &[4, 1]));
+    let w = b.op("constexpr_blockwise_shift_scale", "w", [("data", data.into()), ("scale", scale.into())]);
+    let (indices, lut) = (weight("i", DType::U4, &[4, 8]), weight("l", F16, &[1, 1, 16, 1]));
+    let v = b.op("constexpr_lut_to_dense", "lut", [("indices", indices.into()), ("lut", lut.into())]);
+    let bias = weight("b", F16, &[4]);
+    let linear = |w: ValueId| [("x", x.into()), ("weight", w.into()), ("bias", bias.clone().into())];
+    let y = b.op("linear", "y", linear(w.unwrap())).unwrap();
+    let z = b.op("linear", "z", linear(v.unwrap())).unwrap();
+    let mut function = b.finish(vec![y, z]);
+    spell_constants(&mut function);
+    program([("main", function)], "")
+}
+
+/// A compressed weight of iOS 16.
+fn affine() -> Program {
+    let mut b = Builder::new(Opset::Ios16);
+    let x = b.input("x", Type::tensor(F16, [1usize, 8])).unwrap();
+    let (data, scale) = (weight("d", DType::I8, &[4, 8]), weight("s", F16, &[4]));
+    let zero = weight("z", DType::I8, &[4]);
+    let params = [
+        ("quantized_data", data.into()),
+        ("zero_point", zero.into()),
+        ("scale", scale.into()),
+        ("axis", 0.into()),
+    ];
+    let w = b.op("constexpr_affine_dequantize", "w", params).unwrap();
+    let bias = weight("b", F16, &[4]);
+    let y = b.op("linear", "y", [("x", x.into()), ("weight", w.into()), ("bias", bias.into())]).unwrap();
+    let mut function = b.finish(vec![y]);
+    spell_constants(&mut function);
+    let mut program = program([("main", function)], "");
+    move_to_attributes(&mut program, "w");
+    program
+}
+
+fn move_to_attributes(p: &mut Program, name: &str) {
+    let op = op(p, name);
+    for (param, args) in std::mem::take(&mut op.params) {
+        let [Arg::Const(c)] = args.as_slice() else { panic!("`{param}` is no literal") };
+        op.attrs.insert(param, c.clone());
+    }
+}
+
+fn move_to_inputs(p: &mut Program) {
+    let op = op(p, "w");
+    let name = op.attrs.remove("name").unwrap();
+    let attrs = std::mem::replace(&mut op.attrs, BTreeMap::from([("name".into(), name)]));
+    op.params.extend(attrs.into_iter().map(|(param, c)| (param, vec![Arg::Const(c)])));
+}
+
+fn attribute(p: &mut Program, param: &str, c: Const) {
+    op(p, "w").attrs.insert(param.into(), c);
 }
 
 fn two_functions() -> Program {

@@ -104,7 +104,8 @@ fn tensor(exam: &mut Exam<'_>, literal: &Literal, t: &TensorType, count: usize, 
         exam.error("literal", place, format!("{t} takes {want} {noun}, there are {len}"));
     }
     if let Some(bad) = not_finite(literal, t.dtype) {
-        exam.note("non-finite constant", place, format!("{t} holds {bad}, or does in fp16"));
+        let rounded = if bad.is_finite() { ", infinite in fp16" } else { "" };
+        exam.note("non-finite constant", place, format!("{t} holds {bad:e}{rounded}"));
     }
 }
 

@@ -34,7 +34,7 @@
 //! * `const`: has one value, of the type of its one result.
 //! * `literal`: the right field of the wire for its element type, as many elements as the type says.
 //! * `weight`: a promise of the declared type, storable, on const and constexpr ops only.
-//! * `constexpr`: parameters are attributes before iOS 18 and inputs from then on.
+//! * `constexpr`: parameters are attributes, beside a `shape`, before iOS 18, and inputs from then on.
 //! * `non-finite constant`: a literal is infinite or no number, or would be in fp16 (note).
 //!
 //! Size:

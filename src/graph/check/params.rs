@@ -88,43 +88,59 @@ fn argument(exam: &mut Exam<'_>, op: &Op, p: &Param, given: &[Arg], place: &str)
         if p.fixed && !known {
             exam.error("fixed", place, format!("`{name}` of {kind} is computed, a constant is expected"));
         }
-        if let Type::Tensor(t) = ty
-            && !p.accepts.has(t.dtype)
-        {
-            let accepted: Vec<&str> = p.accepts.list().into_iter().map(DType::name).collect();
-            let message = format!("`{name}` of {kind} is {}, it takes {}", t.dtype, accepted.join(", "));
-            exam.error("dtype", place, message);
+        accepted(exam, op, p, ty, place);
+    }
+}
+
+fn accepted(exam: &mut Exam<'_>, op: &Op, p: &Param, ty: &Type, place: &str) {
+    if let Type::Tensor(t) = ty
+        && !p.accepts.has(t.dtype)
+    {
+        let accepted: Vec<&str> = p.accepts.list().into_iter().map(DType::name).collect();
+        let message = format!("`{}` of {} is {}, it takes {}", p.name, op.kind, t.dtype, accepted.join(", "));
+        exam.error("dtype", place, message);
+    }
+}
+
+/// Only constexpr ops have parameters among the attributes.
+fn attributes(exam: &mut Exam<'_>, op: &Op, spec: &Spec, place: &str) {
+    let constexpr = op.kind.starts_with("constexpr_");
+    if constexpr {
+        generation(exam, op, place);
+    }
+    for (name, c) in op.attrs.iter().filter(|(n, _)| *n != "name") {
+        match spec.param(name) {
+            _ if !constexpr => {
+                exam.note("parameter", place, format!("{} has an attribute `{name}`", op.kind));
+            }
+            Some(p) => accepted(exam, op, p, &c.ty, place),
+            None => exam.error("parameter", place, format!("{} has no parameter `{name}`", op.kind)),
         }
     }
 }
 
-/// Where parameters are: only constexpr ops of before iOS 18 have them among the attributes.
-fn attributes(exam: &mut Exam<'_>, op: &Op, spec: &Spec, place: &str) {
-    let constexpr = op.kind.starts_with("constexpr_");
+/// Constexpr ops of before iOS 18 have parameters as attributes, and packed data beside a `shape`.
+fn generation(exam: &mut Exam<'_>, op: &Op, place: &str) {
+    let newer = exam.opset >= Opset::Ios18;
     // It has no newer form.
     let affine = op.kind == "constexpr_affine_dequantize";
-    if affine && exam.opset >= Opset::Ios18 {
+    if affine && newer {
         let message = "a form of before iOS 18; `constexpr_blockwise_shift_scale` is its successor";
         exam.note("constexpr", place, message.into());
     }
-    for name in op.attrs.keys().filter(|n| *n != "name") {
-        if !constexpr {
-            exam.note("parameter", place, format!("{} has an attribute `{name}`", op.kind));
-        } else if spec.param(name).is_none() {
-            exam.error("parameter", place, format!("{} has no parameter `{name}`", op.kind));
-        } else if exam.opset >= Opset::Ios18 && !affine {
-            exam.error(
-                "constexpr",
-                place,
-                format!("`{name}` is an attribute, from iOS 18 on it is an input"),
-            );
-        }
+    let as_attributes = affine || !newer;
+    let (odd, seen, expected) = match as_attributes {
+        true => (op.params.keys().next(), "an input", "an attribute"),
+        false => (op.attrs.keys().find(|n| *n != "name"), "an attribute", "an input"),
+    };
+    if let Some(name) = odd {
+        let message = format!("`{name}` is {seen}, with {} it is {expected}", exam.opset);
+        exam.error("constexpr", place, message);
     }
-    if constexpr && (exam.opset < Opset::Ios18 || affine) {
-        for name in op.params.keys() {
-            let message = format!("`{name}` is an input, {} has it as an attribute", exam.opset);
-            exam.error("constexpr", place, message);
-        }
+    let shaped = matches!(op.kind.as_str(), "constexpr_lut_to_dense" | "constexpr_sparse_to_dense");
+    if shaped && exam.scope.args(op).has("shape") == newer {
+        let wants = if newer { "takes no" } else { "wants a" };
+        exam.error("constexpr", place, format!("with {} {} {wants} `shape`", exam.opset, op.kind));
     }
 }
 
