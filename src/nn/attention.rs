@@ -67,14 +67,14 @@ impl Net<'_> {
     ) -> Result<Hidden> {
         let mut parts = Vec::with_capacity(q.0.len());
         for (h, ((q, k), v)) in q.0.iter().zip(&k.0).zip(&v.0).enumerate() {
-            let scores = self.einsum(&format!("{name}_scores"), "bchq,bkhc->bkhq", [*q, *k])?;
+            let scores = self.einsum(&format!("{name}_scores"), "bkhc,bchq->bkhq", [*k, *q])?;
             let scores = match mask {
                 Some(mask) => self.binary("add", &format!("{name}_masked"), scores, mask.head(h))?,
                 None => scores,
             };
             let weights =
                 self.op("softmax", &format!("{name}_weights"), [("x", scores.into()), ("axis", 1.into())])?;
-            parts.push(self.einsum(&format!("{name}_head"), "bkhq,bchk->bchq", [weights, *v])?);
+            parts.push(self.einsum(&format!("{name}_head"), "bchk,bkhq->bchq", [*v, weights])?);
         }
         self.concat_channels(name, &parts)
     }
