@@ -250,7 +250,7 @@ fn each_of(c: &Call<'_>, f: impl Fn(f32) -> f32) -> Result<Vec<Val>> {
     one(each(c.tensor("x")?, f)?)
 }
 
-fn each(x: &Tensor, f: impl Fn(f32) -> f32) -> candle_core::Result<Tensor> {
+pub(super) fn each(x: &Tensor, f: impl Fn(f32) -> f32) -> candle_core::Result<Tensor> {
     let v: Vec<f32> = x.flatten_all()?.to_vec1()?;
     Tensor::from_vec(v.into_iter().map(f).collect(), x.shape(), &Device::Cpu)
 }

@@ -22,7 +22,7 @@ pub(super) static UPSAMPLE_NEAREST_NEIGHBOR: Spec = resize(
         written("scale_factor_height", FACTOR, Preset::Int(1)),
         written("scale_factor_width", FACTOR, Preset::Int(1)),
     ],
-    |a| scaled_type(a),
+    scaled_type,
     |c| {
         let x = c.tensor("x")?;
         nearest(x, scaled(c, x)?)
@@ -38,7 +38,7 @@ pub(super) static UPSAMPLE_BILINEAR: Spec = resize(
         written("align_corners", BOOL, Preset::Bool(true)),
         from(Opset::Ios16, option("half_pixel_centers", BOOL)),
     ],
-    |a| scaled_type(a),
+    scaled_type,
     |c| {
         let x = c.tensor("x")?;
         let align = c.bool_or("align_corners", true)?;
@@ -54,7 +54,7 @@ pub(super) static UPSAMPLE_BILINEAR: Spec = resize(
 pub(super) static RESIZE_NEAREST_NEIGHBOR: Spec = resize(
     "resize_nearest_neighbor",
     &[need("x", FLOAT), fixed("target_size_height", INT), fixed("target_size_width", INT)],
-    |a| target_type(a),
+    target_type,
     |c| nearest(c.tensor("x")?, target(c)?),
 );
 
@@ -145,7 +145,7 @@ fn target(c: &Call<'_>) -> Result<[usize; 2]> {
 )]
 fn times(n: usize, factor: f32) -> Result<usize> {
     let size = (n as f64 * f64::from(factor)).floor();
-    if !(1.0..4e9).contains(&size) {
+    if !(1.0..=f64::from(1 << 24)).contains(&size) {
         bail!("a size of {n} times {factor} is out of range");
     }
     Ok(size as usize)
@@ -153,7 +153,7 @@ fn times(n: usize, factor: f32) -> Result<usize> {
 
 fn positive(n: i64) -> Result<usize> {
     match usize::try_from(n) {
-        Ok(n) if (1..1 << 32).contains(&n) => Ok(n),
+        Ok(n) if (1..=1 << 24).contains(&n) => Ok(n),
         _ => bail!("a size of {n} is out of range"),
     }
 }
