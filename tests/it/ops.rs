@@ -1,7 +1,5 @@
 //! Every op against numbers from elsewhere: the cases of `fixtures/ops`, whose script says how they are made.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
-
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
