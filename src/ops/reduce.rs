@@ -111,6 +111,9 @@ fn reduced(dims: &[Dim], axes: &[usize], keep: bool) -> Vec<Dim> {
 
 /// `x` with the given axes moved to the back in their own order, and how many elements they span.
 pub(super) fn gathered(x: &Tensor, axes: &[usize]) -> Result<(Tensor, Vec<usize>, usize)> {
+    if let Some(axis) = axes.iter().find(|a| **a >= x.rank()) {
+        bail!("axis {axis} is outside a tensor of rank {}", x.rank());
+    }
     let mut order: Vec<usize> = (0..x.rank()).filter(|i| !axes.contains(i)).collect();
     order.extend((0..x.rank()).filter(|i| axes.contains(i)));
     let span = axes.iter().map(|a| x.dims()[*a]).product();

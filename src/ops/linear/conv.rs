@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::{
     product,
-    window::{Plan, Window},
+    window::{MOST, Plan, Window},
 };
 use crate::{
     bail,
@@ -143,7 +143,7 @@ fn windows(x: &Tensor, w: &Tensor, channels: usize, plan: &Plan) -> Result<Tenso
 fn gather(x: &[f32], channels: usize, plan: &Plan, lines: Range<usize>) -> Result<Tensor> {
     let (taps, start, width) = (plan.taps(), lines.start * plan.out[2], lines.len() * plan.out[2]);
     let input: usize = plan.size.iter().product();
-    let Some(count) = (channels * taps).checked_mul(width).filter(|n| *n < 1 << 32) else {
+    let Some(count) = (channels * taps).checked_mul(width).filter(|n| *n <= MOST) else {
         bail!("a convolution of {channels} channels, {taps} taps and {width} positions a line is too large");
     };
     let mut columns = vec![0f32; count];

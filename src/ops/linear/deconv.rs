@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use super::{
     conv::{add_bias, check_bias, groups},
     product,
-    window::{Padding, Plan, Window, numbers},
+    window::{MOST, Padding, Plan, Window, numbers},
 };
 use crate::{
     bail,
@@ -130,7 +130,7 @@ fn spread(
     let (taps, positions) = (plan.taps(), sizes.iter().product::<usize>());
     let mut shape = vec![batch, each.saturating_mul(groups)];
     shape.extend(&outs);
-    let Some(total) = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).filter(|n| *n < 1 << 32) else {
+    let Some(total) = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).filter(|n| *n <= MOST) else {
         bail!("a result of {} is too large", shape_text(&shape));
     };
     let mut y = vec![0f32; total];

@@ -184,14 +184,16 @@ pub(in crate::ops) struct Plan {
     pub before: [usize; 3],
 }
 
-/// More elements than any tensor here can have.
-const LIMIT: usize = 1 << 36;
+/// The most elements that a tensor is given room for.
+pub(in crate::ops) const MOST: usize = 1 << 30;
+/// The most taps that a kernel can have.
+const TAPS: usize = 1 << 24;
 
 impl Plan {
     /// Missing axes become axes of one element in front.
     pub(in crate::ops) fn new(w: &Window, size: &[usize], out: &[usize], before: &[usize]) -> Result<Plan> {
-        for sizes in [size, out, &w.kernel] {
-            if sizes.iter().try_fold(1usize, |n, s| n.checked_mul(*s)).is_none_or(|n| n > LIMIT) {
+        for (sizes, most) in [(size, MOST), (out, MOST), (w.kernel.as_slice(), TAPS)] {
+            if sizes.iter().try_fold(1usize, |n, s| n.checked_mul(*s)).is_none_or(|n| n > most) {
                 bail!("{} elements are too many", shape_text(sizes));
             }
         }
@@ -212,10 +214,6 @@ impl Plan {
 
     pub(in crate::ops) fn taps(&self) -> usize {
         self.kernel.iter().product()
-    }
-
-    pub(in crate::ops) fn positions(&self) -> usize {
-        self.out.iter().product()
     }
 
     /// The input index on an axis that tap `k` of window `o` reads; `None` in the padding.
