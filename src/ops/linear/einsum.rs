@@ -1,4 +1,4 @@
-//! Sums over shared letters of two operands.
+//! The two products that Core ML's `einsum` is: `nchw,nwhu->nchu`, and the same without `n`.
 
 use candle_core::Tensor;
 
@@ -7,139 +7,70 @@ use crate::{
     bail,
     error::Result,
     mil::{Dim, TensorType},
-    ops::args::named,
+    ops::{args::named, broadcast},
 };
 
-/// `bchq,bkhc->bkhq`
-pub(super) struct Equation {
-    x: Vec<char>,
-    y: Vec<char>,
-    out: Vec<char>,
+const FORMS: [&str; 2] = ["nchw,nwhu->nchu", "chw,whu->chu"];
+
+/// Refuses every other equation, whatever letters it is written in.
+pub(super) fn supported(equation: &str) -> Result<()> {
+    let text: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
+    if FORMS.into_iter().any(|form| same_form(form, &text)) {
+        return Ok(());
+    }
+    bail!(
+        "`equation` is `{equation}`, Core ML has `{}` and `{}` in any letters", FORMS[0], FORMS[1];
+        hint: "swap the operands, or write it with `matmul`"
+    )
 }
 
-impl Equation {
-    pub(super) fn parse(text: &str) -> Result<Equation> {
-        let sides = text.split_once("->").and_then(|(ins, out)| Some((ins.split_once(',')?, out)));
-        let Some(((x, y), out)) = sides else {
-            bail!("`equation` is `{text}`, two operands and a result are expected"; hint: "as in `nchw,nwhu->nchu`");
-        };
-        let letters = |s: &str| s.trim().chars().collect::<Vec<char>>();
-        let equation = Equation { x: letters(x), y: letters(y), out: letters(out) };
-        for side in [&equation.x, &equation.y, &equation.out] {
-            if side.iter().any(|c| !c.is_ascii_alphabetic()) {
-                bail!("`equation` is `{text}`, letters are expected");
+/// Whether one text turns into the other when letters are renamed.
+fn same_form(form: &str, text: &str) -> bool {
+    let mut names: Vec<(char, char)> = Vec::new();
+    form.len() == text.len()
+        && form.chars().zip(text.chars()).all(|(f, t)| {
+            if !f.is_ascii_alphabetic() || !t.is_ascii_alphabetic() {
+                return f == t;
             }
-            if let Some(twice) = side.iter().enumerate().find(|(i, c)| side[..*i].contains(c)) {
-                bail!("`equation` is `{text}`, which has `{}` twice on one side", twice.1);
-            }
-        }
-        if let Some(odd) = equation.out.iter().find(|c| !equation.x.contains(c) && !equation.y.contains(c)) {
-            bail!("`equation` is `{text}`, whose `{odd}` is in no operand");
-        }
-        Ok(equation)
-    }
-
-    pub(super) fn infer(&self, x: &TensorType, y: &TensorType) -> Result<Vec<Dim>> {
-        for (t, letters) in [(x, &self.x), (y, &self.y)] {
-            if t.rank() != letters.len() {
-                let text: String = letters.iter().collect();
-                bail!("{} has rank {}, `{text}` has {} letters", named("values", t), t.rank(), letters.len());
-            }
-        }
-        for (i, letter) in self.x.iter().enumerate() {
-            if let Some(j) = self.y.iter().position(|c| c == letter) {
-                let (a, b) = (x.dims[i], y.dims[j]);
-                if !a.agrees(b) && a != Dim::Fixed(1) && b != Dim::Fixed(1) {
-                    bail!("`{letter}` is {a} in {}, {b} in {}", named("x", x), named("y", y));
+            match names.iter().find(|(a, b)| *a == f || *b == t) {
+                Some(known) => *known == (f, t),
+                None => {
+                    names.push((f, t));
+                    true
                 }
             }
-        }
-        Ok(self.out.iter().map(|c| self.size(*c, &x.dims, &y.dims)).collect())
-    }
+        })
+}
 
-    /// Multiplications and additions; unknown sizes count as one.
-    pub(super) fn work(&self, x: &TensorType, y: &TensorType) -> u64 {
-        let summed = self.x.iter().filter(|c| !self.out.contains(c));
-        let each = |c: &char| self.size(*c, &x.dims, &y.dims).fixed().unwrap_or(1) as u64;
-        self.out.iter().chain(summed).map(each).fold(2, u64::saturating_mul)
-    }
-
-    /// The size of a letter: of two, the one that is not 1.
-    fn size(&self, letter: char, x: &[Dim], y: &[Dim]) -> Dim {
-        let find = |letters: &[char], dims: &[Dim]| {
-            letters.iter().position(|c| *c == letter).and_then(|i| dims.get(i).copied())
+/// `[…, C, H, W]` and `[…, W, H, U]` give `[…, C, H, U]`; all but C, W and U broadcast.
+pub(super) fn infer(x: &TensorType, y: &TensorType) -> Result<Vec<Dim>> {
+    let fits = || {
+        let ([n @ .., c, h, w], [m @ .., v, g, u]) = (x.dims.as_slice(), y.dims.as_slice()) else {
+            return None;
         };
-        match (find(&self.x, x), find(&self.y, y)) {
-            (Some(Dim::Fixed(1)) | None, Some(d)) | (Some(d), None | Some(Dim::Fixed(1))) => d,
-            (Some(Dim::Unknown { .. }), Some(d)) | (Some(d), _) => d,
-            (None, None) => Dim::Fixed(1),
-        }
-    }
-
-    /// One matrix product: letters of size 1 are left out, those of one operand alone are summed first.
-    pub(super) fn eval(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
-        let fixed = |t: &Tensor| t.dims().iter().map(|d| Dim::Fixed(*d)).collect::<Vec<_>>();
-        let (xd, yd) = (fixed(x), fixed(y));
-        if x.rank() != self.x.len() || y.rank() != self.y.len() {
-            bail!("operands of rank {} and {} do not fit the equation", x.rank(), y.rank());
-        }
-        let shape: Vec<usize> = self.out.iter().filter_map(|c| self.size(*c, &xd, &yd).fixed()).collect();
-        let (x, xl) = self.slim(x, &self.x, &self.y)?;
-        let (y, yl) = self.slim(y, &self.y, &self.x)?;
-        let out: Vec<char> = self.out.iter().copied().filter(|c| xl.contains(c) || yl.contains(c)).collect();
-        let batch: Vec<char> = out.iter().copied().filter(|c| xl.contains(c) && yl.contains(c)).collect();
-        let summed: Vec<char> = xl.iter().copied().filter(|c| !out.contains(c) && yl.contains(c)).collect();
-        let alone = |l: &[char]| {
-            l.iter().copied().filter(|c| out.contains(c) && !batch.contains(c)).collect::<Vec<_>>()
-        };
-        let (rows, columns) = (alone(&xl), alone(&yl));
-        // The operand whose letters come first in the result goes on the left, so that nothing is moved.
-        let swap = out.iter().find(|c| !batch.contains(c)).is_some_and(|c| columns.contains(c));
-        let ((a, al, m), (b, bl, n)) =
-            if swap { ((y, yl, columns), (x, xl, rows)) } else { ((x, xl, rows), (y, yl, columns)) };
-        let z =
-            product(&matrices(&a, &al, [&batch, &m, &summed])?, &matrices(&b, &bl, [&batch, &summed, &n])?)?;
-        let made: Vec<char> = batch.iter().chain(&m).chain(&n).copied().collect();
-        let sizes: Vec<usize> = made
-            .iter()
-            .map(|c| al.iter().position(|l| l == c).map_or_else(|| at(&b, &bl, *c), |i| a.dims()[i]))
-            .collect();
-        let order: Vec<usize> = out.iter().filter_map(|c| made.iter().position(|l| l == c)).collect();
-        let z = z.contiguous()?.reshape(sizes)?;
-        let z = if order.is_sorted() { z } else { z.permute(order)?.contiguous()? };
-        Ok(z.reshape(shape)?)
-    }
-
-    /// Without its axes of size 1, and summed over letters that nothing else has.
-    fn slim(&self, t: &Tensor, letters: &[char], other: &[char]) -> Result<(Tensor, Vec<char>)> {
-        let (mut t, mut kept) = (t.clone(), letters.to_vec());
-        for letter in letters.iter().rev() {
-            let Some(i) = kept.iter().position(|c| c == letter) else { continue };
-            if t.dims()[i] == 1 {
-                t = t.squeeze(i)?;
-            } else if !self.out.contains(letter) && !other.contains(letter) {
-                t = t.sum(i)?;
-            } else {
-                continue;
-            }
-            kept.remove(i);
-        }
-        Ok((t, kept))
+        let (batch, h) = (broadcast(n, m)?, broadcast(&[*h], &[*g])?);
+        let rank = (3..=4).contains(&x.rank()) && x.rank() == y.rank();
+        (rank && w.agrees(*v)).then(|| [batch, vec![*c], h, vec![*u]].concat())
+    };
+    match fits() {
+        Some(dims) => Ok(dims),
+        None => bail!("{} and {} do not fit the equation", named("values", x), named("values", y)),
     }
 }
 
-fn at(t: &Tensor, letters: &[char], letter: char) -> usize {
-    letters.iter().position(|l| *l == letter).map_or(1, |i| t.dims()[i])
+/// Multiplications and additions; unknown sizes count as one.
+pub(super) fn work(x: &TensorType, y: &TensorType) -> u64 {
+    let w = x.dims.last().and_then(|d| d.fixed()).unwrap_or(1) as u64;
+    let out = infer(x, y).unwrap_or_default();
+    out.iter().map(|d| d.fixed().unwrap_or(1) as u64).fold(2, u64::saturating_mul).saturating_mul(w)
 }
 
-/// `[batch, rows, columns]`, or `[rows, columns]` without a batch; a view where that is possible.
-fn matrices(t: &Tensor, letters: &[char], groups: [&[char]; 3]) -> Result<Tensor> {
-    let order: Vec<usize> =
-        groups.iter().flat_map(|g| g.iter().filter_map(|c| letters.iter().position(|l| l == c))).collect();
-    let [batch, rows, columns] = groups.map(|g| g.iter().map(|c| at(t, letters, *c)).product::<usize>());
-    let t = t.permute(order)?;
-    if groups[0].is_empty() {
-        return Ok(if t.dims() == [rows, columns] { t } else { t.contiguous()?.reshape((rows, columns))? });
+/// One matrix product per n and h.
+pub(super) fn eval(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    let rank = x.rank();
+    if !(3..=4).contains(&rank) || y.rank() != rank {
+        bail!("operands of rank {rank} and {} do not fit the equation", y.rank());
     }
-    Ok(t.contiguous()?.reshape((batch, rows, columns))?)
+    let (x, y) = (x.transpose(rank - 3, rank - 2)?, y.transpose(rank - 3, rank - 2)?);
+    Ok(product(&x, &y)?.transpose(rank - 3, rank - 2)?.contiguous()?)
 }
