@@ -275,7 +275,10 @@ impl Pairs {
         let mask = input(inputs, "attention_mask")?;
         let (shape, mask) = (mask.tensor()?.dims().to_vec(), mask.to_ints()?);
         for (name, seen) in seen {
-            let Some(expected) = expected.get(name) else { continue };
+            // Sentence-transformers calls it `sentence_embedding`.
+            let other = (name == "embedding").then_some("sentence_embedding");
+            let stored = expected.get(name).or_else(|| expected.get(other?));
+            let Some(expected) = stored else { continue };
             let (dims, want) = (seen.tensor()?.dims(), expected.tensor()?.dims());
             if dims != want {
                 bail!("output `{name}` is {dims:?}, {want:?} is expected");
