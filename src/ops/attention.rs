@@ -3,8 +3,8 @@
 use candle_core::{DType as CandleType, Tensor};
 
 use super::{
-    DTypes, Eval, FLOAT, Opset, Spec, Tolerance, args::named, broadcast, linear::product, maybe, need, norm::softmax,
-    one,
+    DTypes, Eval, FLOAT, Opset, Spec, Tolerance, args::named, broadcast, linear::product, maybe, need,
+    norm::softmax, one,
 };
 use crate::{
     bail,
@@ -26,7 +26,12 @@ static SCALED_DOT_PRODUCT_ATTENTION: Spec = Spec {
         let (q, k, v) = (a.tensor("query")?, a.tensor("key")?, a.tensor("value")?);
         let rank = q.rank();
         if rank < 3 || k.rank() != rank || v.rank() != rank {
-            bail!("{}, {} and {} want one rank of at least 3", named("query", q), named("key", k), named("value", v));
+            bail!(
+                "{}, {} and {} want one rank of at least 3",
+                named("query", q),
+                named("key", k),
+                named("value", v)
+            );
         }
         let same = |a: &crate::mil::TensorType, b: &crate::mil::TensorType| {
             a.dims[..rank - 2].iter().zip(&b.dims[..rank - 2]).all(|(a, b)| a.agrees(*b))

@@ -1,6 +1,6 @@
 //! Ops on one element, or on two.
 
-use candle_core::{DType as CandleType, Device, Tensor};
+use candle_core::{DType as CandleType, Device, Tensor, cpu::erf::erf_f32};
 
 use super::{
     BOOL, Call, DTypes, Eval, FLOAT, NUMBER, Opset, Param, Preset, STRING, Spec, Tolerance, Val, args::named,
@@ -51,11 +51,11 @@ pub static SPECS: &[&Spec] = &[
     &unary("sign", NUMBERS, 1, |x| map(x, sign, i64::signum)),
     &unary("square", NUMBERS, 1, |x| map(x, |v| v * v, |v| v.wrapping_mul(v))),
     &unary("exp2", NUMBERS, 4, |x| map(x, f32::exp2, |v| int_pow(2, v))),
-    &unary("sqrt", FLOATS, 2, Tensor::sqrt),
-    &unary("exp", FLOATS, 4, Tensor::exp),
-    &unary("erf", FLOATS, 8, Tensor::erf),
-    &unary("sin", FLOATS, 4, Tensor::sin),
-    &unary("cos", FLOATS, 4, Tensor::cos),
+    &unary("sqrt", FLOATS, 2, |x| each(x, f32::sqrt)),
+    &unary("exp", FLOATS, 4, |x| each(x, f32::exp)),
+    &unary("erf", FLOATS, 8, |x| each(x, erf_f32)),
+    &unary("sin", FLOATS, 4, |x| each(x, f32::sin)),
+    &unary("cos", FLOATS, 4, |x| each(x, f32::cos)),
     &unary("tan", FLOATS, 4, |x| each(x, f32::tan)),
     &unary("asin", FLOATS, 4, |x| each(x, f32::asin)),
     &unary("acos", FLOATS, 4, |x| each(x, f32::acos)),
@@ -63,8 +63,8 @@ pub static SPECS: &[&Spec] = &[
     &unary("sinh", FLOATS, 4, |x| each(x, f32::sinh)),
     &unary("cosh", FLOATS, 4, |x| each(x, f32::cosh)),
     &unary("atanh", FLOATS, 4, |x| each(x, f32::atanh)),
-    &Spec { tolerance: Tolerance::Exact, ..unary("floor", FLOATS, 1, Tensor::floor) },
-    &Spec { tolerance: Tolerance::Exact, ..unary("ceil", FLOATS, 1, Tensor::ceil) },
+    &Spec { tolerance: Tolerance::Exact, ..unary("floor", FLOATS, 1, |x| each(x, f32::floor)) },
+    &Spec { tolerance: Tolerance::Exact, ..unary("ceil", FLOATS, 1, |x| each(x, f32::ceil)) },
     &Spec { tolerance: Tolerance::Exact, ..unary("round", FLOATS, 1, |x| each(x, f32::round_ties_even)) },
     &RSQRT,
     &INVERSE,
@@ -250,7 +250,7 @@ fn each_of(c: &Call<'_>, f: impl Fn(f32) -> f32) -> Result<Vec<Val>> {
     one(each(c.tensor("x")?, f)?)
 }
 
-fn each(x: &Tensor, f: impl Fn(f32) -> f32) -> candle_core::Result<Tensor> {
+pub(super) fn each(x: &Tensor, f: impl Fn(f32) -> f32) -> candle_core::Result<Tensor> {
     let v: Vec<f32> = x.flatten_all()?.to_vec1()?;
     Tensor::from_vec(v.into_iter().map(f).collect(), x.shape(), &Device::Cpu)
 }

@@ -146,33 +146,30 @@ static EINSUM: Spec = Spec {
 /// Matrix product of the last two axes, broadcast over the others.
 pub(super) fn product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if x.dtype() == CandleType::I64 && y.dtype() == CandleType::I64 {
-        let wide = x.to_dtype(CandleType::F64)?.broadcast_matmul(&y.to_dtype(CandleType::F64)?)?;
+        let wide = product(&x.to_dtype(CandleType::F64)?, &y.to_dtype(CandleType::F64)?)?;
         return Ok(wide.to_dtype(CandleType::I64)?);
     }
-    let (rank, summed) = (x.rank(), x.dims().last().copied().unwrap_or(0));
-    if rank < 2 || y.rank() < 2 {
-        bail!("matrices of rank {rank} and {} cannot be multiplied", y.rank());
+    let ([a @ .., m, k], [b @ .., l, n]) = (x.dims(), y.dims()) else {
+        bail!("matrices of rank {} and {} cannot be multiplied", x.rank(), y.rank());
+    };
+    let fixed = |d: &[usize]| d.iter().map(|n| Dim::Fixed(*n)).collect::<Vec<_>>();
+    let Some(batch) = broadcast(&fixed(a), &fixed(b)).filter(|_| k == l) else {
+        bail!("{} and {} do not multiply", shape_text(x.dims()), shape_text(y.dims()));
+    };
+    let mut shape: Vec<usize> = batch.into_iter().filter_map(Dim::fixed).collect();
+    let batch = shape.clone();
+    shape.extend([*m, *n]);
+    if *k == 0 || shape.contains(&0) {
+        return Ok(Tensor::zeros(shape, x.dtype(), x.device())?);
     }
-    if summed == 0 || x.elem_count() == 0 || y.elem_count() == 0 {
-        return empty_product(x, y);
-    }
-    if x.rank() == 2 && y.rank() == 2 {
+    if batch.is_empty() {
         return Ok(x.matmul(y)?);
     }
-    Ok(x.contiguous()?.broadcast_matmul(&y.contiguous()?)?)
-}
-
-/// Sums over nothing are zero.
-fn empty_product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
-    let (m, k) = (x.dims()[x.rank() - 2], x.dims()[x.rank() - 1]);
-    let (l, n) = (y.dims()[y.rank() - 2], y.dims()[y.rank() - 1]);
-    let (a, b) = (&x.dims()[..x.rank() - 2], &y.dims()[..y.rank() - 2]);
-    let fixed = |d: &[usize]| d.iter().map(|n| Dim::Fixed(*n)).collect::<Vec<_>>();
-    let batch = broadcast(&fixed(a), &fixed(b)).filter(|_| k == l);
-    let Some(batch) = batch else { bail!("{:?} and {:?} do not multiply", x.dims(), y.dims()) };
-    let mut shape: Vec<usize> = batch.into_iter().filter_map(Dim::fixed).collect();
-    shape.extend([m, n]);
-    Ok(Tensor::zeros(shape, x.dtype(), x.device())?)
+    let stacked = |t: &Tensor, rows: usize, columns: usize| {
+        let all: Vec<usize> = batch.iter().copied().chain([rows, columns]).collect();
+        t.broadcast_as(all)?.contiguous()?.reshape(((), rows, columns))
+    };
+    Ok(stacked(x, *m, *k)?.matmul(&stacked(y, *k, *n)?)?.reshape(shape)?)
 }
 
 fn swapped(x: &Tensor, transpose: bool) -> Result<Tensor> {

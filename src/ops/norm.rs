@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::{
     Call, Eval, FLOAT, INT, Opset, Preset, Spec, Tolerance, Val,
     args::named,
-    elementwise::channels,
+    elementwise::{channels, each},
     fixed, need, one, option,
     reduce::{axes, gathered, known_axes, mean, square_sum},
     written,
@@ -90,8 +90,8 @@ static BATCH_NORM: Spec = Spec {
     ],
     ..per_channel("batch_norm", |c| {
         let x = c.tensor("x")?;
-        let epsilon = f64::from(c.float_or("epsilon", 1e-5)?);
-        let deviation = (channels(c.tensor("variance")?, x.rank())? + epsilon)?.sqrt()?;
+        let epsilon = c.float_or("epsilon", 1e-5)?;
+        let deviation = channels(&each(c.tensor("variance")?, |v| (v + epsilon).sqrt())?, x.rank())?;
         let y = x.broadcast_sub(&channels(c.tensor("mean")?, x.rank())?)?.broadcast_div(&deviation)?;
         one(channel_affine(c, y)?)
     })

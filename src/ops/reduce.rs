@@ -23,7 +23,9 @@ pub static SPECS: &[&Spec] = &[
     &reduction("reduce_prod", |c| fold(c, product, |v| v.iter().fold(1, |s: i64, x| s.wrapping_mul(*x)))),
     &reduction("reduce_sum_square", |c| fold(c, square_sum, |v| integer(square_sum(&wide(v))))),
     &reduction("reduce_l1_norm", |c| fold(c, magnitude, |v| integer(magnitude(&wide(v))))),
-    &reduction("reduce_l2_norm", |c| fold(c, |v| square_sum(v).sqrt(), |v| integer(square_sum(&wide(v)).sqrt()))),
+    &reduction("reduce_l2_norm", |c| {
+        fold(c, |v| square_sum(v).sqrt(), |v| integer(square_sum(&wide(v)).sqrt()))
+    }),
     &reduction("reduce_log_sum", |c| fold(c, |v| sum(v).ln(), |v| integer(sum(&wide(v)).ln()))),
     &reduction("reduce_log_sum_exp", |c| fold(c, log_sum_exp, |v| integer(log_sum_exp(&wide(v))))),
     &position("reduce_argmax", |c| positions(c, |new, best| new > best)),
@@ -109,6 +111,9 @@ fn reduced(dims: &[Dim], axes: &[usize], keep: bool) -> Vec<Dim> {
 
 /// `x` with the given axes moved to the back in their own order, and how many elements they span.
 pub(super) fn gathered(x: &Tensor, axes: &[usize]) -> Result<(Tensor, Vec<usize>, usize)> {
+    if let Some(axis) = axes.iter().find(|a| **a >= x.rank()) {
+        bail!("axis {axis} is outside a tensor of rank {}", x.rank());
+    }
     let mut order: Vec<usize> = (0..x.rank()).filter(|i| !axes.contains(i)).collect();
     order.extend((0..x.rank()).filter(|i| axes.contains(i)));
     let span = axes.iter().map(|a| x.dims()[*a]).product();

@@ -1,5 +1,7 @@
 //! One test binary, one module a room.
 
+#![cfg(test)]
+
 mod arrows;
 mod check;
 mod checkpoint;

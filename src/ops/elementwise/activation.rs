@@ -1,6 +1,6 @@
 //! Activation functions.
 
-use candle_core::{Tensor, cpu::erf::erf_f64};
+use candle_core::cpu::erf::erf_f64;
 
 use super::{FLOATS, channels, each, each_of, scaled, unary};
 use crate::{
@@ -9,11 +9,11 @@ use crate::{
     ops::{FLOAT, Param, Preset, STRING, Spec, args::named, fixed, need, one, written},
 };
 
-pub(super) static RELU: Spec = unary("relu", FLOATS, 1, Tensor::relu);
+pub(super) static RELU: Spec = unary("relu", FLOATS, 1, |x| each(x, |v| if v < 0.0 { 0.0 } else { v }));
 pub(super) static RELU6: Spec = unary("relu6", FLOATS, 1, |x| each(x, |v| v.clamp(0.0, 6.0)));
 pub(super) static SIGMOID: Spec = unary("sigmoid", FLOATS, 4, |x| each(x, sigmoid));
 pub(super) static SILU: Spec = unary("silu", FLOATS, 4, |x| each(x, |v| v * sigmoid(v)));
-pub(super) static TANH: Spec = unary("tanh", FLOATS, 4, Tensor::tanh);
+pub(super) static TANH: Spec = unary("tanh", FLOATS, 4, |x| each(x, f32::tanh));
 pub(super) static SOFTPLUS: Spec = unary("softplus", FLOATS, 8, |x| each(x, softplus));
 pub(super) static SOFTSIGN: Spec = unary("softsign", FLOATS, 4, |x| each(x, |v| v / (1.0 + v.abs())));
 
@@ -78,8 +78,8 @@ pub(super) static PRELU: Spec = Spec {
     },
     ..scaled("prelu", ALPHA, |c| {
         let x = c.tensor("x")?;
-        let below = x.minimum(0f64)?.broadcast_mul(&channels(c.tensor("alpha")?, x.rank())?)?;
-        one(x.relu()?.add(&below)?)
+        let alpha = channels(c.tensor("alpha")?, x.rank())?;
+        one(x.ge(0f64)?.where_cond(x, &x.broadcast_mul(&alpha)?)?)
     })
 };
 

@@ -5,13 +5,15 @@ use candle_core::{Device, Tensor};
 use super::{
     conv::{add_bias, check_bias, groups},
     product,
-    window::{Padding, Plan, Window, numbers},
+    window::{MOST, Padding, Plan, Window, numbers},
 };
 use crate::{
     bail,
     error::Result,
     mil::{Dim, Type, types::shape_text},
-    ops::{Eval, FLOAT, INT, Opset, Preset, STRING, Spec, Tolerance, args::named, need, one, option, written},
+    ops::{
+        Eval, FLOAT, INT, Opset, Preset, STRING, Spec, Tolerance, args::named, need, one, option, written,
+    },
 };
 
 pub(super) static CONV_TRANSPOSE: Spec = Spec {
@@ -110,7 +112,13 @@ fn extent(window: &Window, i: usize, size: usize, wanted: Option<usize>) -> Resu
     })
 }
 
-fn spread(x: &Tensor, w: &Tensor, window: &Window, groups: usize, wanted: Option<&[usize]>) -> Result<Tensor> {
+fn spread(
+    x: &Tensor,
+    w: &Tensor,
+    window: &Window,
+    groups: usize,
+    wanted: Option<&[usize]>,
+) -> Result<Tensor> {
     let (batch, channels, each) = (x.dims()[0], x.dims()[1], w.dims()[1]);
     let sizes = &x.dims()[2..];
     let extents = (0..sizes.len())
@@ -122,7 +130,7 @@ fn spread(x: &Tensor, w: &Tensor, window: &Window, groups: usize, wanted: Option
     let (taps, positions) = (plan.taps(), sizes.iter().product::<usize>());
     let mut shape = vec![batch, each.saturating_mul(groups)];
     shape.extend(&outs);
-    let Some(total) = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).filter(|n| *n < 1 << 32) else {
+    let Some(total) = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).filter(|n| *n <= MOST) else {
         bail!("a result of {} is too large", shape_text(&shape));
     };
     let mut y = vec![0f32; total];
@@ -130,7 +138,8 @@ fn spread(x: &Tensor, w: &Tensor, window: &Window, groups: usize, wanted: Option
     if total == 0 || positions == 0 || channels == 0 {
         return Ok(Tensor::from_vec(y, shape, &Device::Cpu)?);
     }
-    let w = w.contiguous()?.reshape((groups, channels / groups, each * taps))?.transpose(1, 2)?.contiguous()?;
+    let w =
+        w.contiguous()?.reshape((groups, channels / groups, each * taps))?.transpose(1, 2)?.contiguous()?;
     let x = x.contiguous()?.reshape((batch, groups, channels / groups, positions))?;
     for (b, y) in y.chunks_mut(image * each * groups).enumerate() {
         let columns: Vec<f32> = product(&w, &x.get(b)?)?.flatten_all()?.to_vec1()?;

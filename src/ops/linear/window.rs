@@ -184,14 +184,16 @@ pub(in crate::ops) struct Plan {
     pub before: [usize; 3],
 }
 
-/// More elements than any tensor here can have.
-const LIMIT: usize = 1 << 36;
+/// The most elements that a tensor is given room for.
+pub(in crate::ops) const MOST: usize = 1 << 30;
+/// The most taps that a kernel can have.
+const TAPS: usize = 1 << 24;
 
 impl Plan {
     /// Missing axes become axes of one element in front.
     pub(in crate::ops) fn new(w: &Window, size: &[usize], out: &[usize], before: &[usize]) -> Result<Plan> {
-        for sizes in [size, out, &w.kernel] {
-            if sizes.iter().try_fold(1usize, |n, s| n.checked_mul(*s)).is_none_or(|n| n > LIMIT) {
+        for (sizes, most) in [(size, MOST), (out, MOST), (w.kernel.as_slice(), TAPS)] {
+            if sizes.iter().try_fold(1usize, |n, s| n.checked_mul(*s)).is_none_or(|n| n > most) {
                 bail!("{} elements are too many", shape_text(sizes));
             }
         }
@@ -214,10 +216,6 @@ impl Plan {
         self.kernel.iter().product()
     }
 
-    pub(in crate::ops) fn positions(&self) -> usize {
-        self.out.iter().product()
-    }
-
     /// The input index on an axis that tap `k` of window `o` reads; `None` in the padding.
     pub(in crate::ops) fn source(&self, axis: usize, o: usize, k: usize) -> Option<usize> {
         let at = (o * self.stride[axis] + k * self.dilation[axis]).checked_sub(self.before[axis])?;
@@ -229,14 +227,16 @@ impl Plan {
     pub(in crate::ops) fn each(&self, tap: usize, lines: Range<usize>, mut f: impl FnMut(usize, usize)) {
         let [_, kh, kw] = self.kernel;
         let (kz, ky, kx) = (tap / (kh * kw), tap / kw % kh, tap % kw);
+        // Along the last axis the windows that read an element are a range.
+        let (shift, stride, before) = (kx * self.dilation[2], self.stride[2], self.before[2]);
+        let first = before.saturating_sub(shift).div_ceil(stride);
+        let end = (self.size[2] + before).saturating_sub(shift).div_ceil(stride).min(self.out[2]);
         for line in lines {
             let Some(sz) = self.source(0, line / self.out[1], kz) else { continue };
             let Some(sy) = self.source(1, line % self.out[1], ky) else { continue };
             let (to, from) = (line * self.out[2], (sz * self.size[1] + sy) * self.size[2]);
-            for x in 0..self.out[2] {
-                if let Some(sx) = self.source(2, x, kx) {
-                    f(to + x, from + sx);
-                }
+            for x in first..end {
+                f(to + x, from + x * stride + shift - before);
             }
         }
     }
