@@ -13,11 +13,8 @@ use std::{
 use sha2::{Digest, Sha256};
 use silane::{
     graph::check,
-    mil::{Arg, Block, Const, DType, Data, Dim, Program, TensorType, Type, Weight, print},
-    ops,
-    package::{
-        Interface, Opened, Package, Save, blob, interface::problems, op_counts, open, open_program, save,
-    },
+    mil::{Arg, Block, Const, DType, Data, Dim, Literal, Program, Type, Weight, print},
+    package::{Opened, Package, Save, blob, interface::problems, op_counts, open, open_program, save},
 };
 
 fn fixture(name: &str) -> PathBuf {
@@ -330,13 +327,15 @@ fn a_failed_write_leaves_nothing_behind() {
 #[test]
 fn a_program_without_weights_has_no_weight_file() {
     let dir = tempfile::tempdir().unwrap();
-    let mut f = silane::graph::Builder::new(ops::Opset::Ios18);
-    let x = f.input("x", TensorType::new(DType::F16, [1usize, 4])).unwrap();
-    let program = Program { functions: [("main".into(), f.finish(vec![x]))].into(), ..Program::default() };
-    let interface = Interface::of(&program).unwrap();
+    let Package { mut program, interface, .. } = program("fp32_ios15");
+    program.functions.get_mut("main").unwrap().body.walk_mut(&mut |op| {
+        for c in op.attrs.values_mut().filter(|c| matches!(c.data, Data::Weight(_))) {
+            c.data = Data::Literal(Literal::Floats(c.numbers().unwrap().into_floats()));
+        }
+    });
     let path = dir.path().join("out.mlpackage");
     let saved = save(&path, &check(program).unwrap(), &interface, Save::default()).unwrap();
-    assert_eq!((saved.weight_bytes, saved.spec_version), (0, 9));
+    assert_eq!((saved.weight_bytes, saved.spec_version), (0, 6));
     let package = open_program(&path).unwrap();
     assert_eq!(package.manifest.unwrap().items.len(), 1);
     assert_eq!(entries(&path.join("Data/com.apple.CoreML")), ["model.mlmodel"]);
@@ -360,23 +359,24 @@ fn packages_with_other_layouts_and_odd_paths_open() {
     }
 }
 
+/// One of the three mentions of a constant is changed: its name as an op, its value, its use.
 #[test]
 fn names_must_be_defined_before_they_are_used() {
     let dir = tempfile::tempdir().unwrap();
-    let path = copy_of("conv_ios16", dir.path());
-    let mut package = open_program(&path).unwrap();
-    let main = package.program.functions.get_mut("main").unwrap();
-    main.body.ops.reverse();
-    let new = dir.path().join("new.mlpackage");
-    // The rules would not let such a program through: its spec is written as it is.
-    match check(package.program) {
-        Err(_) => {}
-        Ok(checked) => {
-            save(&new, &checked, &package.interface, Save::default()).unwrap();
-            let refused = open(&new).err().unwrap();
-            assert!(refused.message().ends_with("is used before anything defines it"), "{refused}");
-        }
+    let path = copy_of("int4_per_block_ios18", dir.path());
+    let model = path.join("Data/com.apple.CoreML/model.mlmodel");
+    let (whole, name) = (fs::read(&model).unwrap(), b"asym_bias_0");
+    let mentions = whole.windows(name.len()).enumerate().filter(|(_, w)| *w == name).map(|(at, _)| at);
+    let mut refused = Vec::new();
+    for at in mentions {
+        let mut bytes = whole.clone();
+        bytes[at..at + name.len()].copy_from_slice(b"asym_bias_9");
+        fs::write(&model, bytes).unwrap();
+        refused.extend(open(&path).err().map(|e| e.message().rsplit(": ").next().unwrap().to_string()));
     }
+    refused.sort();
+    let missing = |n| format!("`asym_bias_{n}` is used before anything defines it");
+    assert_eq!(refused, [missing(0), missing(9)]);
 }
 
 #[test]

@@ -129,6 +129,6 @@ fn interface_rules_find_what_is_broken() {
     }
 }
 
-fn main(p: &mut Package) -> (&mut silane::package::interface::FunctionInterface, &mut Function) {
+fn main(p: &mut Package) -> (&mut FunctionInterface, &mut Function) {
     (&mut p.interface.functions[0], p.program.functions.get_mut("main").unwrap())
 }
