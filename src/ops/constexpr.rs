@@ -131,8 +131,8 @@ static LUT_TO_DENSE: Spec = Spec {
         let shape = shape_of_call(c)?;
         let bits = code_bits(lut.elem_count())?;
         packed(&dims(indices.dims()), bits, &shape)?;
-        let dtype = [DType::U1, DType::U2, DType::U4, DType::U6, DType::U8].into_iter();
-        let dtype = dtype.filter(|d| d.bits() == Some(bits)).next_back().unwrap_or(DType::U8);
+        let narrow = [DType::U1, DType::U2, DType::U4, DType::U6];
+        let dtype = narrow.into_iter().find(|d| d.bits() == Some(bits)).unwrap_or(DType::U8);
         let codes = unpack(c, "indices", dtype, elements(&shape)?)?;
         one(super::shape::take(lut, codes, &shape)?)
     }),

@@ -1,7 +1,5 @@
 //! Running programs: flow, states, lists, rounding, refusals, and what packages compute.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
-
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
@@ -388,7 +386,7 @@ fn the_tap_sees_every_result_in_order_and_weights_are_read_once() {
     let mut seen = Vec::new();
     for _ in 0..2 {
         let mut tap = |op: &Op, name: &str, value: &Val| {
-            seen.push((op.kind.clone(), name.to_string(), value.to_floats().unwrap()))
+            seen.push((op.kind.clone(), name.to_string(), value.to_floats().unwrap()));
         };
         let inputs = inputs(&[("x", floats(&[3.0, 4.0], &[2]))]);
         machine.run("main", &inputs, &mut States::default(), Some(&mut tap)).unwrap();
