@@ -31,6 +31,10 @@ pub struct Net<'a> {
     pub float: DType,
     pub batch: usize,
     pub tokens: usize,
+    /// Whether linear weights are stored `[in, out]`, as GPT-2's are.
+    pub transposed_linears: bool,
+    /// The residual stream is kept this much smaller than the checkpoint's, so that it fits fp16.
+    pub residual: f32,
     scope: String,
 }
 
@@ -42,7 +46,7 @@ impl<'a> Net<'a> {
         batch: usize,
         tokens: usize,
     ) -> Self {
-        Self { checkpoint, builder, float, batch, tokens, scope: String::new() }
+        Self { checkpoint, builder, float, batch, tokens, transposed_linears: false, residual: 1.0, scope: String::new() }
     }
 
     /// Runs `f` with names relative to `name`.
@@ -110,6 +114,18 @@ impl<'a> Net<'a> {
             move || Ok(crate::mil::constant::encode_floats(float, &values)?.into()),
         )
         .into()
+    }
+
+    /// A constant tensor whose values are made when they are written.
+    pub fn constant_later(
+        &self,
+        key: &str,
+        shape: &[usize],
+        values: impl Fn() -> Vec<f32> + Send + Sync + 'static,
+    ) -> Weight {
+        let float = self.float;
+        let key = format!("{key} {float} {shape:?}");
+        Weight::new(key, float, shape, move || Ok(crate::mil::constant::encode_floats(float, &values())?.into()))
     }
 
     /// A float scalar in the program's element type.
