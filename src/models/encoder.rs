@@ -193,6 +193,7 @@ fn heads(
             let x = head(encoder.discriminate)?(net, inputs, hidden)?;
             Ok(vec![net.per_position("logits", x.0)?])
         }
+        Task::CausalLm => bail!("task {task} is not known for this family"),
     }
 }
 
