@@ -41,11 +41,32 @@ impl Net<'_> {
     }
 
     /// `down(act(gate(x)) · up(x))`, gate and up in one convolution.
-    pub fn gated(&mut self, [gate, up, down]: [&str; 3], act: Act, x: Hidden) -> Result<Hidden> {
+    pub fn gated(&mut self, names: [&str; 3], act: Act, x: Hidden) -> Result<Hidden> {
+        self.gated_scaled(names, act, 1.0, x)
+    }
+
+    /// As [`gated`](Self::gated), times `weight`, which is folded into the last projection.
+    pub fn gated_scaled(
+        &mut self,
+        [gate, up, down]: [&str; 3],
+        act: Act,
+        weight: f32,
+        x: Hidden,
+    ) -> Result<Hidden> {
         let (g, u) = (self.projection(gate)?, self.projection(up)?);
         let both = self.stacked(&format!("{gate}_up"), &[g, u], x)?;
         let h = self.gate_halves(gate, act, both)?;
-        self.linear(down, h)
+        let down_rows = self.projection(down)?.scaled(weight);
+        self.stacked(down, &[down_rows], h)
+    }
+
+    /// `down(act(up(x)))`
+    pub fn feed_forward(&mut self, up: &str, down: &str, act: Act, x: Hidden) -> Result<Hidden> {
+        let rows = self.projection(up)?;
+        let h = self.stacked(up, &[rows], x)?;
+        let h = self.act(act, h)?;
+        let rows = self.projection(down)?;
+        self.stacked(down, &[rows], h)
     }
 
     /// act(first half) · second half of the channels.

@@ -158,6 +158,15 @@ impl<'a> Net<'a> {
         Ok(Hidden(self.binary("add", "add", x.0, y.0)?))
     }
 
+    /// x times a factor; nothing for 1.
+    pub fn scale(&mut self, name: &str, x: Hidden, by: f32) -> Result<Hidden> {
+        if by == 1.0 {
+            return Ok(x);
+        }
+        let by = self.scalar(by);
+        Ok(Hidden(self.binary("mul", name, x.0, by)?))
+    }
+
     pub fn channels(&self, x: Hidden) -> Result<usize> {
         match self.builder.shape(x.0)?.as_slice() {
             [_, c, 1, _] => Ok(*c),
