@@ -122,30 +122,30 @@ def worst(report):
     return max(o["relative"] for o in report["outputs"])
 
 
+def convert(outside, folder, output, threads, *flags):
+    command = [outside.silane, "convert", folder, "-o", output, "--no-tokenizer", "--json", *flags]
+    try:
+        run(*command, env={"RAYON_NUM_THREADS": threads})
+    except RuntimeError as e:
+        refusals = [line for line in str(e).splitlines() if "model_type" in line and "not supported" in line]
+        raise Refused(refusals[0].removeprefix("error: ")) if refusals else e
+
+
 def row(outside, folder, reference, work):
     """Whether all is well, and the cells."""
     tensors = load_file(reference)
     shape = tensors["input_ids"].shape
     half, again, full = (work / f"{n}.mlpackage" for n in ("half", "again", "full"))
-
-    def convert(output, threads, *flags):
-        command = [outside.silane, "convert", folder, "-o", output, "--no-tokenizer", "--json", "--batch", shape[0],
-                   "--sequence-length", shape[1], *flags]
-        if "token_type_ids" in tensors:
-            command.append("--token-type-ids")
-        try:
-            run(*command, env={"RAYON_NUM_THREADS": threads})
-        except RuntimeError as e:
-            refusals = [line for line in str(e).splitlines() if "model_type" in line and "not supported" in line]
-            raise Refused(refusals[0].removeprefix("error: ")) if refusals else e
+    flags = ["--batch", shape[0], "--sequence-length", shape[1]]
+    flags += ["--token-type-ids"] if "token_type_ids" in tensors else []
 
     def validate(what, *flags):
         command = [outside.silane, "validate", what, "--reference", reference, "--json", *flags]
         return json.loads(run(*command, ok=(0, 1)))
 
-    convert(half, "1")
-    convert(again, "2")
-    convert(full, "2", "--precision", "fp32")
+    convert(outside, folder, half, "1", *flags)
+    convert(outside, folder, again, "2", *flags)
+    convert(outside, folder, full, "2", "--precision", "fp32", *flags)
     same = same_tree(half, again)
     own = worst(validate(folder))
     fp32 = worst(validate(full, "--precision", "fp32"))
@@ -164,9 +164,9 @@ def row(outside, folder, reference, work):
                   f"{ulps:.1f}" if outside.oracle else "-", "yes" if same else "NO"]
 
 
-def table(outside, checkpoints, work):
+def table(columns, row, outside, checkpoints, work):
     """Prints the table; gives how many passed and failed."""
-    print(f"{'checkpoint':<24} " + " ".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+    print(f"{'checkpoint':<24} " + " ".join(f"{name:>{width}}" for name, width in columns.items()))
     passed = failed = 0
     for folder, reference in checkpoints:
         place = work / folder.name
@@ -174,7 +174,7 @@ def table(outside, checkpoints, work):
         place.mkdir(parents=True)
         try:
             good, cells = row(outside, folder, reference, place)
-            text = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values()))
+            text = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values()))
             text += " ok" if good else " FAIL"
             passed, failed = passed + good, failed + (not good)
         except Refused as e:
@@ -187,8 +187,8 @@ def table(outside, checkpoints, work):
     return passed, failed
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(doc, columns, row):
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--silane", type=Path, required=True)
     p.add_argument("--oracle", type=Path)
     p.add_argument("--work", type=Path, required=True)
@@ -196,10 +196,10 @@ def main():
     a = p.parse_args()
     parts = [item.partition("=") for item in a.checkpoints]
     checkpoints = [(Path(f), Path(r) if r else Path(f) / "reference.safetensors") for f, _, r in parts]
-    passed, failed = table(Outside(a.silane, a.oracle), checkpoints, a.work)
+    passed, failed = table(columns, row, Outside(a.silane, a.oracle), checkpoints, a.work)
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, COLUMNS, row))

@@ -3,9 +3,9 @@
 
     outside.py [SILANE]
 
-Checkpoints are converted and proven as `encoders.py` does. Packages of other tools are loaded by coremltools,
-inspected by silane, and where weights and ops allow it run by silane and by the oracle on the same random inputs,
-each function by itself. The last line says how many passed and failed.
+Checkpoints are converted and proven as `encoders.py` and `decoders.py` do. Packages of other tools are loaded by
+coremltools, inspected by silane, and where weights and ops allow it run by silane and by the oracle on the same random
+inputs, each function by itself. The last line says how many passed and failed.
 
 The oracle is looked for beside the repository, at `shared/oracle/milrun.py`.
 """
@@ -15,8 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import decoders
+import encoders
 import numpy as np
-from encoders import PASS, HALF_ULP, Outside, run, table
+from encoders import HALF_ULP, PASS, Outside, run, table
+from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parent.parent
 # In programs without fp16 values, executors differ by the order of their sums only.
@@ -30,9 +33,14 @@ def main():
         print("there is no shared/oracle/milrun.py beside the repository: packages are loaded, but not run")
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
-        checkpoints = sorted(p.parent for p in (ROOT / "fixtures" / "models").rglob("reference.safetensors"))
-        passed, failed = table(outside, [(c, c / "reference.safetensors") for c in checkpoints], work)
-        print()
+        passed = failed = 0
+        folders = sorted(p.parent for p in (ROOT / "fixtures" / "models").rglob("reference.safetensors"))
+        for kind in (encoders, decoders):
+            checkpoints = [(f, f / "reference.safetensors") for f in folders if kind_of(f) is kind]
+            if checkpoints:
+                right, wrong = table(kind.COLUMNS, kind.row, outside, checkpoints, work)
+                passed, failed = passed + right, failed + wrong
+                print()
         for package in sorted((ROOT / "fixtures" / "packages").glob("*.mlpackage")):
             try:
                 said = examine(outside, package, work)
@@ -43,6 +51,12 @@ def main():
             print(f"{package.name:<40} {said}", flush=True)
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
+
+
+def kind_of(folder):
+    """Whether the stored outputs are generated text."""
+    with safe_open(folder / "reference.safetensors", "np") as reference:
+        return decoders if "greedy.token_ids" in reference.keys() else encoders
 
 
 def examine(outside, package, work):

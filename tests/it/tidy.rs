@@ -4,7 +4,7 @@ use std::{fs, path::Path, process::Command};
 
 use silane::{
     checkpoint::Task,
-    models::{Encoder, FAMILIES},
+    models::{Encoder, FAMILIES, Frame},
     package,
 };
 
@@ -62,22 +62,30 @@ fn only_measured_numbers_may_differ_from_the_tour() {
     }
 }
 
-/// One row a family, one column a task.
+/// Encoders: one row a family, one column a task; decoders, which have one task, in a line of their own.
 fn architectures() -> String {
-    let tasks: Vec<String> = Task::ALL.iter().map(Task::to_string).collect();
+    let tasks: Vec<Task> = Task::ALL.into_iter().filter(|t| *t != Task::CausalLm).collect();
+    let heads: Vec<String> = tasks.iter().map(Task::to_string).collect();
     let mut table =
-        format!("| `model_type` | {} |\n|---|{}\n", tasks.join(" | "), ":-:|".repeat(tasks.len()));
+        format!("| `model_type` | {} |\n|---|{}\n", heads.join(" | "), ":-:|".repeat(heads.len()));
+    let mut decoders = Vec::new();
     for family in FAMILIES {
         let names: Vec<String> = family.model_types.iter().map(|t| format!("`{t}`")).collect();
-        let cells: Vec<&str> =
-            Task::ALL.iter().map(|t| if does(family.encoder, *t) { "✓" } else { "" }).collect();
-        table.push_str(&format!("| {} | {} |\n", names.join(", "), cells.join(" | ")));
+        match &family.frame {
+            Frame::Encoder(encoder) => {
+                let cells: Vec<&str> =
+                    tasks.iter().map(|t| if does(encoder, *t) { "✓" } else { "" }).collect();
+                table.push_str(&format!("| {} | {} |\n", names.join(", "), cells.join(" | ")));
+            }
+            Frame::Decoder(_) => decoders.extend(names),
+        }
     }
-    table
+    format!("{table}\n{}: {}\n", Task::CausalLm, decoders.join(", "))
 }
 
 fn does(encoder: &Encoder, task: Task) -> bool {
     match task {
+        Task::CausalLm => false,
         Task::FeatureExtraction | Task::Embedding | Task::TokenClassification | Task::QuestionAnswering => {
             true
         }
