@@ -9,7 +9,7 @@ use super::{
 use crate::{
     bail,
     error::Result,
-    mil::{DType, Type},
+    mil::{DType, Dim, Type},
     ops::Args,
 };
 
@@ -97,9 +97,13 @@ static SELECT: Spec = Spec {
     params: &[need("cond", BOOL), need("a", VALUE), need("b", VALUE)],
     infer: |a| {
         let dtype = a.same_dtype(&["a", "b"])?;
-        let Some(dims) =
-            broadcast(a.dims("a")?, a.dims("b")?).and_then(|d| broadcast(&d, a.dims("cond").ok()?))
-        else {
+        // The type is that of `a` and `b` alone: a condition that is larger is refused.
+        let (dims, cond) = (broadcast(a.dims("a")?, a.dims("b")?), a.dims("cond")?);
+        let fits = |d: &Vec<Dim>| {
+            broadcast(d, cond)
+                .is_some_and(|all| all.len() == d.len() && all.iter().zip(d).all(|(x, y)| x.agrees(*y)))
+        };
+        let Some(dims) = dims.filter(fits) else {
             bail!(
                 "{}, {} and {} do not broadcast",
                 named("cond", a.tensor("cond")?),
