@@ -26,6 +26,7 @@ import filecmp
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ HALF_ULP = 2.0**-11
 
 
 class Refused(Exception):
-    """silane says that it does not support the model type."""
+    """silane says that it does not support the model type, or what it is for."""
 
 
 class Outside:
@@ -127,8 +128,8 @@ def convert(outside, folder, output, threads, *flags):
     try:
         run(*command, env={"RAYON_NUM_THREADS": threads})
     except RuntimeError as e:
-        refusals = [line for line in str(e).splitlines() if "model_type" in line and "not supported" in line]
-        raise Refused(refusals[0].removeprefix("error: ")) if refusals else e
+        refusal = re.search(r"(model_type `.*` is not supported|no task is known for the class `.*`)", str(e))
+        raise Refused(refusal[0]) if refusal else e
 
 
 def row(outside, folder, reference, work):
