@@ -177,6 +177,11 @@ impl View {
                 .map(|(dtype, count, bytes)| vec![dtype.clone(), count.to_string(), ui::bytes(*bytes)])
                 .collect::<Vec<_>>(),
         )));
+        for file in &package.weight_files {
+            if let Err(e) = file.reader() {
+                lines.push(format!("\nthe weights cannot be read: {e}"));
+            }
+        }
         if !self.unknown.is_empty() {
             let kinds: Vec<String> = self.unknown.iter().map(|(k, n)| format!("{k} {n}")).collect();
             lines.push(format!("\nops silane does not know: {}", kinds.join(", ")));

@@ -93,7 +93,7 @@ pub fn build(encoder: &Encoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     });
     let program =
         Program { functions: BTreeMap::from([("main".to_string(), function)]), ..Program::default() };
-    Ok(Part { program, docs, contract, notes: Vec::new() })
+    Ok(Part { stem: "model".into(), program, docs, contract, notes: Vec::new() })
 }
 
 /// Tokens per row: as asked, or what suits the checkpoint.
