@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a helper that fails fails its test")]
 
+mod decoder;
+
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
