@@ -31,9 +31,11 @@ impl Net<'_> {
         let bias = self.source(&format!("{name}.bias"))?;
         let (w, b) = (weight.floats()?, bias.floats()?);
         if w.iter().zip(&b).all(|(w, b)| w.abs() >= SMALLEST_NORMAL && (b / w).abs() <= LARGEST_QUOTIENT) {
+            let half = self.float == DType::F16;
             let shift = self.store(&bias, &format!("÷ {}", weight.key), shape, move |b| {
                 // Divide by the weight as it is stored, so that multiplying takes it back.
-                Ok(b.iter().zip(&w).map(|(b, w)| b / f16::from_f32(*w).to_f32()).collect())
+                let stored = |w: f32| if half { f16::from_f32(w).to_f32() } else { w };
+                Ok(b.iter().zip(&w).map(|(b, w)| b / stored(*w)).collect())
             });
             let y = self.binary("add", &format!("{name}_add"), y, shift)?;
             return Ok(Hidden(self.binary("mul", &format!("{name}_mul"), y, scale)?));
