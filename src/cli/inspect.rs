@@ -64,11 +64,11 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             return Ok(Answer::Yes);
         }
     };
-    unreadable(&package).for_each(ui::note);
     if let Some([name, file]) = args.dump.as_deref() {
         weights::dump(&package.program, name, Path::new(file))?;
         return Ok(Answer::Yes);
     }
+    unreadable(&package).for_each(ui::note);
     if args.text {
         let place = |kind: &str, param: &str| {
             ops::find(kind).and_then(|s| s.params.iter().position(|p| p.name == param)).unwrap_or(usize::MAX)

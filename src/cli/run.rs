@@ -324,7 +324,7 @@ fn describe(name: &str, value: &Val) -> Result<()> {
 pub(super) fn read_tensors(path: &Path) -> Result<BTreeMap<String, Val>> {
     let bytes = std::fs::read(path).map_err(|e| io(path, &e))?;
     let file = safetensors::SafeTensors::deserialize(&bytes)
-        .map_err(|e| Error::new(format!("{}: {e}", path.display())))?;
+        .map_err(|e| Error::new(format!("{}: not a safetensors file: {e}", path.display())))?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.tensors() {
         let dtype = match view.dtype() {

@@ -1,7 +1,5 @@
 //! The binary itself: what it prints where, and how it exits.
 
-#![expect(clippy::unwrap_used, reason = "a helper that fails fails its test")]
-
 mod convert;
 mod inspect;
 mod run;
