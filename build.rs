@@ -1,6 +1,5 @@
 //! Generates the protobuf types of `proto/`, with sorted maps so that equal models have equal bytes, and a
 //! table of every message's fields.
-#![expect(clippy::print_stdout, reason = "how a build script talks to cargo")]
 
 use std::{collections::BTreeMap, env, error::Error, fmt::Write, fs, path::Path};
 

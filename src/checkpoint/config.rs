@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::read_json;
+use super::{architecture, read_json};
 use crate::{
     bail,
     error::{Error, Result},
@@ -34,8 +34,20 @@ impl Config {
         &self.values
     }
 
+    /// The architecture; refused when the class in `architectures` belongs to another.
     pub fn model_type(&self) -> Result<&str> {
-        self.str(&["model_type"])
+        let model_type = self.str(&["model_type"])?;
+        architecture::agree(self, model_type)?;
+        Ok(model_type)
+    }
+
+    /// Whether the head is the word embedding, if the config or its `text_config` says so.
+    pub fn tied_embeddings(&self) -> Result<Option<bool>> {
+        let keys = ["tie_word_embeddings"];
+        match self.opt_bool(&keys)? {
+            Some(tied) => Ok(Some(tied)),
+            None => self.nested("text_config").map_or(Ok(None), |text| text.opt_bool(&keys)),
+        }
     }
 
     /// The class names that the checkpoint was saved from.

@@ -3,6 +3,7 @@
 //! The one rule: what cannot be read exactly is refused when the checkpoint is opened, with the file and
 //! the reason; what is merely odd is said in [`Checkpoint::notes`].
 
+mod architecture;
 mod config;
 pub mod hub;
 mod pooling;

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use super::Config;
+use super::{Config, architecture};
 use crate::{
     bail,
     error::{Error, Result},
@@ -20,10 +20,12 @@ pub enum Task {
     MaskedLm,
     /// ELECTRA's discriminator: which tokens were replaced.
     PreTraining,
+    /// The next token of a text.
+    CausalLm,
 }
 
 /// Task, the end of the class name, our name, and the Hub's name of the pipeline.
-const TABLE: [(Task, &str, &str, &str); 7] = [
+const TABLE: [(Task, &str, &str, &str); 8] = [
     (Task::FeatureExtraction, "Model", "feature-extraction", "base"),
     (Task::Embedding, "", "embedding", "sentence-similarity"),
     (
@@ -36,10 +38,11 @@ const TABLE: [(Task, &str, &str, &str); 7] = [
     (Task::QuestionAnswering, "ForQuestionAnswering", "question-answering", "extractive-qa"),
     (Task::MaskedLm, "ForMaskedLM", "masked-lm", "fill-mask"),
     (Task::PreTraining, "ForPreTraining", "pre-training", "replaced-token-detection"),
+    (Task::CausalLm, "ForCausalLM", "causal-lm", "text-generation"),
 ];
 
 impl Task {
-    pub const ALL: [Task; 7] = [
+    pub const ALL: [Task; 8] = [
         Task::FeatureExtraction,
         Task::Embedding,
         Task::SequenceClassification,
@@ -47,17 +50,24 @@ impl Task {
         Task::QuestionAnswering,
         Task::MaskedLm,
         Task::PreTraining,
+        Task::CausalLm,
     ];
 
-    /// The task of the class that `architectures` names; without one, feature extraction.
+    /// The task of the class that `architectures` names. A bare model continues text if its type does, else
+    /// it extracts features.
     pub fn of(config: &Config) -> Result<Task> {
+        let decoder = config.opt_str(&["model_type"])?.and_then(architecture::is_decoder);
+        let bare = if decoder == Some(true) { Task::CausalLm } else { Task::FeatureExtraction };
         let classes = config.architectures();
-        let Some(class) = classes.first() else { return Ok(Task::FeatureExtraction) };
+        let Some(class) = classes.first() else { return Ok(bare) };
         let found = TABLE.iter().find(|(_, end, _, _)| !end.is_empty() && class.ends_with(end));
+        let causal = class.ends_with("LMHeadModel") || class.ends_with("ForCausalLM");
         match found {
+            // An encoder with a causal head, such as `BertLMHeadModel`, is no decoder.
+            _ if causal && decoder != Some(false) => Ok(Task::CausalLm),
             Some((Task::PreTraining, ..)) if config.model_type()? != "electra" => Ok(Task::MaskedLm),
-            // A class such as `GPT2LMHeadModel` is not the bare model.
-            Some((task, ..)) if !class.ends_with("LMHeadModel") => Ok(*task),
+            Some((Task::FeatureExtraction, ..)) if !causal => Ok(bare),
+            Some((task, ..)) if !causal => Ok(*task),
             _ => bail!(
                 "{}: no task is known for the class `{class}`", config.path().display();
                 hint: "say one with `--task`: {}", names()

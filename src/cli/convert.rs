@@ -18,7 +18,8 @@ use crate::{
     error::{Result, io},
     graph::{self, Checked},
     mil::DType,
-    models::{self, Part, Plan},
+    models::{self, Chunks, Part, Parts, Plan},
+    nn::cache::Update,
     ops::Opset,
     package::{self, Interface, Save},
     passes, ui,
@@ -51,6 +52,24 @@ pub(super) struct Args {
     /// Take the segment of each token as an input; without it all are of segment 0
     #[arg(long)]
     token_type_ids: bool,
+    /// Tokens that a language model's cache holds; several make functions for each
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "2048")]
+    context_length: Vec<usize>,
+    /// Tokens of a prefill call; `off` leaves only `decode`
+    #[arg(long, value_name = "N|off", default_value = "256", value_parser = chunk)]
+    prefill_chunk: Chunk,
+    /// Which tokens a language model gives logits for
+    #[arg(long, value_enum, default_value_t = Logits::Last)]
+    logits: Logits,
+    /// How the cache takes new keys and values
+    #[arg(long, value_enum, default_value_t = CacheUpdate::Slice)]
+    cache_update: CacheUpdate,
+    /// Cut a language model into so many packages
+    #[arg(long, value_name = "N", conflicts_with = "max_part_size")]
+    parts: Option<usize>,
+    /// Cut a language model so that no package's weights are larger
+    #[arg(long, value_name = "SIZE", default_value = "950MB", value_parser = byte_size)]
+    max_part_size: u64,
     /// Element type of weights and activations
     #[arg(long, value_enum, default_value_t = Float::Fp16)]
     precision: Float,
@@ -98,6 +117,52 @@ enum MinimumOs {
     Ios26,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum Logits {
+    /// The last token
+    Last,
+    /// Every token
+    All,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum CacheUpdate {
+    /// `slice_update` of the state in place
+    Slice,
+    /// Every slot is blended with a one-hot mask
+    Mask,
+}
+
+/// Tokens of a prefill call, if there is one.
+#[derive(Clone, Copy)]
+struct Chunk(Option<usize>);
+
+fn chunk(text: &str) -> std::result::Result<Chunk, String> {
+    match text {
+        "off" => Ok(Chunk(None)),
+        _ => {
+            text.parse().map(|n| Chunk(Some(n))).map_err(|_| "a number of tokens or `off` is expected".into())
+        }
+    }
+}
+
+/// `950MB`, `1.5GB`, `4096`
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a size that a person typed")]
+fn byte_size(text: &str) -> std::result::Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "k" | "kb" => 1e3,
+        "m" | "mb" => 1e6,
+        "g" | "gb" => 1e9,
+        unit => return Err(format!("`{unit}` is no unit; kB, MB and GB are")),
+    };
+    match digits.parse::<f64>() {
+        Ok(n) if n > 0.0 => Ok((n * factor) as u64),
+        _ => Err("a size such as `950MB` is expected".into()),
+    }
+}
+
 pub(super) fn run(args: &Args) -> Result<Answer> {
     if args.list {
         models::model_types().for_each(ui::data);
@@ -105,33 +170,45 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     }
     let start = Instant::now();
     let name = args.checkpoint.as_deref().unwrap_or_default();
-    let output = args.output.as_deref().map(package_path).transpose()?;
+    let output = args.output.clone();
     if let Some(output) = &output {
-        refuse_place(output, args.force)?;
+        refuse_extension(output)?;
+        refuse_place(&with_extension(output.clone()), args.force)?;
     }
     let checkpoint = Checkpoint::open(name)?;
-    if let Some(output) = &output {
-        refuse_input(output, &checkpoint)?;
-    }
     checkpoint.notes.iter().for_each(ui::note);
     let model_type = args.model_type.as_deref().map_or_else(|| checkpoint.config.model_type(), Ok)?;
     let plan = plan(args, &checkpoint)?;
-    let mut part = models::build(&checkpoint, &plan, model_type)?;
-    part.notes.iter().for_each(ui::note);
-    passes::tidy(&mut part.program)?;
-    let Part { program, docs, contract, .. } = part;
-    let checked = graph::check(program)?;
-    let interface = interface(&checked, docs, &contract, &checkpoint)?;
-    let mut summary = summary(&checked, &plan, model_type, &contract);
+    let parts = models::build(&checkpoint, &plan, model_type)?;
+    let several = parts.len() > 1;
+    let output = output.map(|o| if several { folder(o) } else { Ok(with_extension(o)) }).transpose()?;
+    if let Some(output) = &output {
+        refuse_place(output, args.force)?;
+        refuse_input(output, &checkpoint)?;
+    }
+    let mut ready = Vec::new();
+    let mut summary = json!(null);
+    for mut part in parts {
+        part.notes.iter().for_each(ui::note);
+        passes::tidy(&mut part.program)?;
+        let Part { stem, program, docs, contract, .. } = part;
+        let checked = graph::check(program)?;
+        let interface = interface(&checked, docs, &contract, &checkpoint)?;
+        if summary.is_null() {
+            summary = start_summary(&plan, model_type, &contract);
+        }
+        count_ops(&mut summary, &checked, &stem, several);
+        ready.push((stem, checked, interface));
+    }
     if let (Some(output), false) = (&output, args.dry_run) {
-        let saved = package::save(output, &checked, &interface, Save { force: args.force, from: None })?;
+        let (model, weights) = write(output, &ready, several, args.force)?;
         if !args.no_tokenizer
             && let Some(folder) = copy_beside(&checkpoint, output, args.force)?
         {
             summary["tokenizer"] = json!(folder.display().to_string());
         }
-        summary["bytes"] = json!(saved.model_bytes + saved.weight_bytes);
-        summary["weight_bytes"] = json!(saved.weight_bytes);
+        summary["bytes"] = json!(model + weights);
+        summary["weight_bytes"] = json!(weights);
         summary["output"] = json!(output.display().to_string());
     }
     summary["seconds"] = json!(start.elapsed().as_secs_f64());
@@ -174,18 +251,75 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
             MinimumOs::Ios18 => Opset::Ios18,
             MinimumOs::Ios26 => Opset::Ios26,
         },
+        chunks: Chunks {
+            contexts: args.context_length.clone(),
+            // A short context is prefilled in chunks that fit it.
+            chunk: args
+                .prefill_chunk
+                .0
+                .map(|c| c.min(args.context_length.iter().copied().min().unwrap_or(c))),
+            all_logits: matches!(args.logits, Logits::All),
+            update: match args.cache_update {
+                CacheUpdate::Slice => Update::Slice,
+                CacheUpdate::Mask => Update::Blend,
+            },
+            parts: args.parts.map_or(Parts::Below(args.max_part_size), Parts::Count),
+        },
     })
 }
 
-/// The output's path with its extension; any but `.mlpackage` is refused before anything is read.
-fn package_path(output: &Path) -> Result<PathBuf> {
-    match output.extension().and_then(|e| e.to_str()) {
-        Some("mlpackage") => Ok(output.to_path_buf()),
-        None if output.file_name().is_some() => Ok(output.with_added_extension("mlpackage")),
+/// Any extension but `.mlpackage` is refused before anything is read.
+fn refuse_extension(output: &Path) -> Result<()> {
+    match output.extension().map(|e| e.to_str()) {
+        Some(Some("mlpackage")) => Ok(()),
+        None if output.file_name().is_some() => Ok(()),
         _ => {
             bail!("{}: the output is a package", output.display(); hint: "give it the extension `.mlpackage`")
         }
     }
+}
+
+fn with_extension(output: PathBuf) -> PathBuf {
+    if output.extension().is_some() { output } else { output.with_added_extension("mlpackage") }
+}
+
+/// Where several parts go.
+fn folder(output: PathBuf) -> Result<PathBuf> {
+    if output.extension().is_some() {
+        bail!("{}: several parts go into a folder", output.display(); hint: "leave the extension out, or write one package with `--parts 1`");
+    }
+    Ok(output)
+}
+
+/// Writes one package, or a folder of them in one rename; gives the bytes of models and weights.
+fn write(
+    output: &Path,
+    ready: &[(String, Checked, Interface)],
+    several: bool,
+    force: bool,
+) -> Result<(u64, u64)> {
+    if let ([(_, checked, interface)], false) = (ready, several) {
+        let saved = package::save(output, checked, interface, Save { force, from: None })?;
+        return Ok((saved.model_bytes, saved.weight_bytes));
+    }
+    let parent = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let beside =
+        tempfile::Builder::new().prefix(".silane-").tempdir_in(parent).map_err(|e| io(parent, &e))?;
+    let new = beside.path().join("new");
+    std::fs::create_dir(&new).map_err(|e| io(&new, &e))?;
+    let (mut model, mut weights) = (0, 0);
+    for (stem, checked, interface) in ready {
+        let path = new.join(format!("{stem}.mlpackage"));
+        let saved = package::save(&path, checked, interface, Save::default())?;
+        model += saved.model_bytes;
+        weights += saved.weight_bytes;
+    }
+    if output.symlink_metadata().is_ok() {
+        let old = beside.path().join("old");
+        std::fs::rename(output, &old).map_err(|e| io(output, &e))?;
+    }
+    std::fs::rename(&new, output).map_err(|e| io(output, &e))?;
+    Ok((model, weights))
 }
 
 fn refuse_place(output: &Path, force: bool) -> Result<()> {
@@ -252,6 +386,8 @@ fn sha256(path: &Path) -> Result<String> {
 
 /// Copies tokenizer and config into a folder named as the package, without its extension, and says which.
 fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<Option<PathBuf>> {
+    // Parts have the tokenizer among them.
+    let inside = output.extension().is_none();
     let folder = output.with_extension("");
     let files = tokenizer_files(&checkpoint.dir);
     if files.is_empty() || folder.canonicalize().ok() == checkpoint.dir.canonicalize().ok() {
@@ -259,6 +395,7 @@ fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<Op
     }
     let kept = match folder.symlink_metadata() {
         Err(_) => None,
+        Ok(_) if inside => None,
         Ok(_) if !force => Some("exists already"),
         Ok(_) if tokenizer_files(&folder).len() != entries(&folder) => Some("holds other files too"),
         Ok(_) => None,
@@ -279,31 +416,38 @@ fn entries(folder: &Path) -> usize {
     std::fs::read_dir(folder).map_or(usize::MAX, Iterator::count)
 }
 
-fn summary(
-    checked: &Checked,
-    plan: &Plan,
-    model_type: &str,
-    contract: &serde_json::Value,
-) -> serde_json::Value {
-    let mut ops: BTreeMap<&str, u64> = BTreeMap::new();
-    for function in checked.program().functions.values() {
-        function.body.walk(&mut |op| {
-            if op.kind != "const" {
-                *ops.entry(op.kind.as_str()).or_default() += 1;
-            }
-        });
-    }
+fn start_summary(plan: &Plan, model_type: &str, contract: &serde_json::Value) -> serde_json::Value {
     json!({
         "model_type": model_type,
         "task": plan.task.to_string(),
         "precision": plan.float.name(),
         "opset": plan.opset.wire(),
         "minimum_os": plan.opset.os(),
-        "batch": plan.batch,
+        "batch": contract["batch"],
         "sequence_length": contract["sequence_length"],
-        "ops": ops.values().sum::<u64>(),
-        "ops_by_kind": ops,
+        "context_length": contract["context_length"],
+        "prefill_chunk": contract["prefill_chunk"],
+        "ops": 0,
+        "ops_by_kind": {},
+        "functions": {},
     })
+}
+
+/// Adds a part's ops to the summary, constants left out.
+fn count_ops(summary: &mut serde_json::Value, checked: &Checked, stem: &str, several: bool) {
+    for (name, function) in &checked.program().functions {
+        let mut here = 0u64;
+        function.body.walk(&mut |op| {
+            if op.kind != "const" {
+                here += 1;
+                let count = summary["ops_by_kind"][&op.kind].as_u64().unwrap_or(0) + 1;
+                summary["ops_by_kind"][&op.kind] = json!(count);
+            }
+        });
+        let name = if several { format!("{stem}.{name}") } else { name.clone() };
+        summary["functions"][name] = json!(here);
+        summary["ops"] = json!(summary["ops"].as_u64().unwrap_or(0) + here);
+    }
 }
 
 /// The summary for people.
@@ -318,18 +462,29 @@ fn tell(s: &serde_json::Value) -> String {
         .collect();
     kinds.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(&b.0)));
     let most: Vec<String> = kinds.iter().take(5).map(|(k, n)| format!("{k} {n}")).collect();
+    let size = match s["context_length"].as_array() {
+        Some(contexts) => {
+            let contexts: Vec<String> = contexts.iter().map(ToString::to_string).collect();
+            let chunk = s["prefill_chunk"].as_u64().map_or("no prefill".into(), |n| format!("prefill {n}"));
+            format!("context {} · {chunk}", contexts.join(", "))
+        }
+        None => format!("{} × {} tokens", number("batch"), number("sequence_length")),
+    };
+    let [model_type, task, precision, os] = ["model_type", "task", "precision", "minimum_os"].map(text);
     let mut lines = vec![
-        format!(
-            "{} · {} · {} · {} × {} tokens · {}",
-            text("model_type"),
-            text("task"),
-            text("precision"),
-            number("batch"),
-            number("sequence_length"),
-            text("minimum_os")
-        ),
+        format!("{model_type} · {task} · {precision} · {size} · {os}"),
         format!("  {} ops: {}", ui::count(number("ops")), most.join(", ")),
     ];
+    let functions: Vec<(&String, u64)> = s["functions"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(k, v)| (k, v.as_u64().unwrap_or_default()))
+        .collect();
+    if functions.len() > 1 {
+        let each: Vec<String> = functions.iter().map(|(k, n)| format!("{k} {n}")).collect();
+        lines.push(format!("  ops by function: {}", each.join(", ")));
+    }
     let seconds = s["seconds"].as_f64().unwrap_or_default();
     lines.push(match s["output"].as_str() {
         Some(output) => format!(

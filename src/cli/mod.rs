@@ -6,6 +6,7 @@ mod convert;
 mod inspect;
 mod run;
 mod sample;
+mod session;
 mod validate;
 mod weights;
 

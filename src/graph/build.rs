@@ -197,6 +197,10 @@ impl In {
         Const::float(dtype, v).into()
     }
 
+    pub fn into_args(self) -> Vec<Arg> {
+        self.0
+    }
+
     /// Nothing: the parameter is left out.
     pub fn none() -> In {
         In(Vec::new())
@@ -212,6 +216,12 @@ impl From<ValueId> for In {
 impl From<&[ValueId]> for In {
     fn from(ids: &[ValueId]) -> In {
         In(ids.iter().map(|id| Arg::Value(*id)).collect())
+    }
+}
+
+impl From<Vec<Arg>> for In {
+    fn from(args: Vec<Arg>) -> In {
+        In(args)
     }
 }
 

@@ -133,7 +133,7 @@ fn spread(expected: &[f32]) -> f64 {
 
 fn rows<'a>(seen: &'a [f32], expected: &'a [f32], classes: usize) -> Result<Vec<(&'a [f32], &'a [f32])>> {
     same_length(seen, expected)?;
-    if classes == 0 || seen.len() % classes != 0 {
+    if classes == 0 || !seen.len().is_multiple_of(classes) {
         bail!("{} values are no rows of {classes} classes", seen.len());
     }
     Ok(seen.chunks(classes).zip(expected.chunks(classes)).collect())

@@ -57,6 +57,13 @@ impl<'a> Machine<'a> {
         States::zeros(function).at(name)
     }
 
+    /// Names of a function's inputs, states left out.
+    pub fn inputs(&self, function: &str) -> Result<Vec<String>> {
+        let (_, function) = self.function(function)?;
+        let inputs = function.inputs.iter().map(|id| function.value(*id));
+        Ok(inputs.filter(|v| v.ty.as_state().is_none()).map(|v| v.name.clone()).collect())
+    }
+
     /// Runs a function; a function without states takes `States::default()`.
     pub fn run<'t>(
         &mut self,

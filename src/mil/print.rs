@@ -36,7 +36,7 @@ impl Printer<'_> {
             let inputs: Vec<String> = f.inputs.iter().map(|id| named(f, *id)).collect();
             let default = if *name == p.default_function { " // the default" } else { "" };
             write!(self.out, "    func {name}<{}>({})", f.opset, inputs.join(", "))?;
-            write!(self.out, "{} {{{default}\n", attributes(&f.attrs, " ", ""))?;
+            writeln!(self.out, "{} {{{default}", attributes(&f.attrs, " ", ""))?;
             self.body(f, &f.body, 2)?;
             writeln!(self.out, "    }} -> ({});", names(f, &f.body.outputs))?;
         }
@@ -61,7 +61,7 @@ impl Printer<'_> {
         self.out.write_str(&attributes(&op.attrs, "", ""))?;
         for (i, block) in op.blocks.iter().enumerate() {
             let inputs: Vec<String> = block.inputs.iter().map(|id| named(f, *id)).collect();
-            write!(self.out, "\n{indent}block{i}({}) {{\n", inputs.join(", "))?;
+            writeln!(self.out, "\n{indent}block{i}({}) {{", inputs.join(", "))?;
             self.body(f, block, depth + 1)?;
             write!(self.out, "{indent}}} -> ({})", names(f, &block.outputs))?;
         }

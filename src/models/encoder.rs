@@ -98,7 +98,7 @@ pub fn build(encoder: &Encoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     });
     let program =
         Program { functions: BTreeMap::from([("main".to_string(), function)]), ..Program::default() };
-    Ok(Part { program, docs, contract, notes: Vec::new() })
+    Ok(Part { stem: "model".into(), program, docs, contract, notes: Vec::new() })
 }
 
 /// What is being built; a task that the checkpoint was not made for may be why something is missing.
@@ -207,6 +207,7 @@ fn heads(
             let x = head(encoder.discriminate)?(net, inputs, hidden)?;
             Ok(vec![net.per_position("logits", x.0)?])
         }
+        Task::CausalLm => bail!("task {task} is not known for this family"),
     }
 }
 

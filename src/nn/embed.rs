@@ -1,6 +1,6 @@
 //! From token ids to an activation: the integer work, kept at the very start of a function.
 
-use super::{Hidden, Net};
+use super::{Hidden, Net, head::WIDEST, linear::Rows};
 use crate::{
     bail,
     error::Result,
@@ -20,6 +20,43 @@ impl Net<'_> {
             bail!("{}: {:?} is no table of [rows, channels]", self.place(name), table.shape);
         }
         self.op("gather", name, [("x", table.into()), ("indices", ids.into()), ("axis", 0.into())])
+    }
+
+    /// Rows of the token embedding `name.weight`. `pieces` cuts a table that is wider than
+    /// [`WIDEST`](super::head::WIDEST) as the head that shares it is cut, so that it is stored once.
+    pub fn lookup_tokens(&mut self, name: &str, ids: ValueId, pieces: bool) -> Result<ValueId> {
+        let weight = self.source(&format!("{name}.weight"))?;
+        let [rows, width] = weight.shape[..] else {
+            bail!("{}: {:?} is no table of [rows, channels]", self.place(name), weight.shape);
+        };
+        if !pieces || rows <= WIDEST {
+            return self.lookup(name, ids);
+        }
+        let int = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
+        let mut found: Option<ValueId> = None;
+        for start in (0..rows).step_by(WIDEST) {
+            let n = WIDEST.min(rows - start);
+            let order: Vec<usize> = (start..start + n).collect();
+            let table = Rows { order, scale: 1.0 }.store(self, &weight, width, vec![n, width]);
+            let local = self.binary("sub", &format!("{name}_local"), ids, int(start))?;
+            let local = self.binary("maximum", &format!("{name}_from_0"), local, 0)?;
+            let local = self.binary("minimum", &format!("{name}_inside"), local, int(n - 1))?;
+            let piece = self.lookup_in(name, table, local)?;
+            found = Some(match found {
+                None => piece,
+                Some(before) => {
+                    let here = self.binary("greater_equal", &format!("{name}_here"), ids, int(start))?;
+                    let here =
+                        self.op("expand_dims", &format!("{name}_rows"), [("x", here.into()), ("axes", [2].into())])?;
+                    self.op(
+                        "select",
+                        &format!("{name}_joined"),
+                        [("cond", here.into()), ("a", piece.into()), ("b", before.into())],
+                    )?
+                }
+            });
+        }
+        found.ok_or_else(|| crate::Error::new(format!("{}: the table is empty", self.place(name))))
     }
 
     /// `[B, S, C]` → `[B, C, 1, S]`.

@@ -18,6 +18,28 @@ impl Net<'_> {
         Ok(Hidden(self.op("slice_by_size", name, params)?))
     }
 
+    /// The last token's column, `[B, C, 1, 1]`.
+    pub fn last_token(&mut self, name: &str, x: Hidden) -> Result<Hidden> {
+        let channels = self.channels(x)?;
+        let begin = [0, 0, 0, self.tokens - 1];
+        Ok(Hidden(self.slice(name, x.0, &begin, &[self.batch, channels, 1, 1])?))
+    }
+
+    /// `[1, V, 1, T]` → `[1, T, V]`, as an output.
+    pub fn token_logits(&mut self, output: &str, x: Hidden) -> Result<ValueId> {
+        let shape = self.builder.shape(x.0)?;
+        if shape[3] > 1 {
+            return self.per_token(output, x);
+        }
+        let y = self.reshape(&format!("{output}_row"), x.0, &[1, 1, shape[1]])?;
+        self.output(output, y)
+    }
+
+    /// Hidden states as an output.
+    pub fn hidden_output(&mut self, output: &str, x: Hidden) -> Result<ValueId> {
+        self.output(output, x.0)
+    }
+
     /// The mean of the real tokens, `[B, C, 1, 1]`; zero where there is none.
     pub fn mean_of_tokens(&mut self, name: &str, x: Hidden, token_weights: ValueId) -> Result<Hidden> {
         let (axes, keep) = (("axes", In::from([3])), ("keep_dims", In::from(true)));
@@ -82,7 +104,7 @@ impl Net<'_> {
 
     /// The projection to the vocabulary, in pieces of at most [`WIDEST`] rows; `table` may be the
     /// embedding's, of which the same bytes are stored once where one piece suffices.
-    fn vocabulary(&mut self, name: &str, table: &str, bias: Option<&str>, x: Hidden) -> Result<Hidden> {
+    pub fn vocabulary(&mut self, name: &str, table: &str, bias: Option<&str>, x: Hidden) -> Result<Hidden> {
         let weight = self.source(table)?;
         let bias = bias.map(|b| self.source(b)).transpose()?;
         let rows = weight.shape.first().copied().unwrap_or(0);

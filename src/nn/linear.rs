@@ -86,6 +86,18 @@ impl Net<'_> {
                 )
             }
         };
+        self.conv(name, x, weight, bias)
+    }
+
+    /// The convolution itself: `weight` `[out, in, 1, 1]`, `bias` `[out]`.
+    pub(super) fn conv(
+        &mut self,
+        name: &str,
+        x: Hidden,
+        weight: Weight,
+        bias: impl Into<In>,
+    ) -> Result<Hidden> {
+        let (width, out) = (weight.shape[1], weight.shape[0]);
         let y = self
             .op(
                 "conv",
@@ -93,7 +105,7 @@ impl Net<'_> {
                 [
                     ("x", x.into()),
                     ("weight", weight.into()),
-                    ("bias", bias),
+                    ("bias", bias.into()),
                     ("strides", [1, 1].into()),
                     ("pad_type", "valid".into()),
                     ("pad", [0, 0, 0, 0].into()),
@@ -130,7 +142,7 @@ impl Net<'_> {
 
 impl Rows {
     /// `source` `[out, width]` with the rows picked and scaled.
-    fn store(&self, net: &Net<'_>, source: &Weight, width: usize, shape: Vec<usize>) -> Weight {
+    pub(super) fn store(&self, net: &Net<'_>, source: &Weight, width: usize, shape: Vec<usize>) -> Weight {
         let rows = self.clone();
         let how = match (self.contiguous(), self.scale) {
             (Some(r), scale) => format!("rows {}..{} × {scale}", r.start, r.end),

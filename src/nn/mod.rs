@@ -4,12 +4,17 @@
 
 pub mod act;
 pub mod attention;
+pub mod cache;
 pub mod embed;
 pub mod head;
 pub mod linear;
 pub mod net;
+pub mod moe;
 pub mod norm;
+pub mod rms;
 pub mod rope;
+pub mod rotary;
+pub mod stack;
 
 pub use act::Act;
 pub use attention::{Heads, Mask};

@@ -32,6 +32,10 @@ pub struct Net<'a> {
     pub float: DType,
     pub batch: usize,
     pub tokens: usize,
+    /// Whether linear weights are stored `[in, out]`, as GPT-2's are.
+    pub transposed_linears: bool,
+    /// The residual stream is kept this much smaller than the checkpoint's, so that it fits fp16.
+    pub residual: f32,
     scope: String,
 }
 
@@ -43,7 +47,7 @@ impl<'a> Net<'a> {
         batch: usize,
         tokens: usize,
     ) -> Self {
-        Self { checkpoint, builder, float, batch, tokens, scope: String::new() }
+        Self { checkpoint, builder, float, batch, tokens, transposed_linears: false, residual: 1.0, scope: String::new() }
     }
 
     /// Runs `f` with names relative to `name`.
@@ -114,6 +118,18 @@ impl<'a> Net<'a> {
         .into()
     }
 
+    /// A constant tensor whose values are made when they are written.
+    pub fn constant_later(
+        &self,
+        key: &str,
+        shape: &[usize],
+        values: impl Fn() -> Vec<f32> + Send + Sync + 'static,
+    ) -> Weight {
+        let float = self.float;
+        let key = format!("{key} {float} {shape:?}");
+        Weight::new(key, float, shape, move || Ok(crate::mil::constant::encode_floats(float, &values())?.into()))
+    }
+
     /// A float scalar in the program's element type.
     pub fn scalar(&self, v: f32) -> In {
         In::float(self.float, v)
@@ -142,6 +158,15 @@ impl<'a> Net<'a> {
     /// The residual sum.
     pub fn add(&mut self, x: Hidden, y: Hidden) -> Result<Hidden> {
         Ok(Hidden(self.binary("add", "add", x.0, y.0)?))
+    }
+
+    /// x times a factor; nothing for 1.
+    pub fn scale(&mut self, name: &str, x: Hidden, by: f32) -> Result<Hidden> {
+        if by == 1.0 {
+            return Ok(x);
+        }
+        let by = self.scalar(by);
+        Ok(Hidden(self.binary("mul", name, x.0, by)?))
     }
 
     pub fn channels(&self, x: Hidden) -> Result<usize> {

@@ -8,7 +8,7 @@ use candle_core::{Tensor, WithDType};
 
 use super::{
     Call, DTypes, Eval, INDEX, INT, Opset, STRING, Spec, Tolerance, Val, args, fixed, from, one, option,
-    shape::{bounded, free, result, sizes, typed},
+    shape::{free, result, sizes, typed},
 };
 use crate::{
     bail,
@@ -131,9 +131,9 @@ static LUT_TO_DENSE: Spec = Spec {
         let shape = shape_of_call(c)?;
         let bits = code_bits(lut.elem_count())?;
         packed(&dims(indices.dims()), bits, &shape)?;
-        let dtype = [DType::U1, DType::U2, DType::U4, DType::U6, DType::U8].into_iter();
-        let dtype = dtype.filter(|d| d.bits() == Some(bits)).next_back().unwrap_or(DType::U8);
-        let codes = unpack(c, "indices", dtype, bounded(&shape)?)?;
+        let narrow = [DType::U1, DType::U2, DType::U4, DType::U6];
+        let dtype = narrow.into_iter().find(|d| d.bits() == Some(bits)).unwrap_or(DType::U8);
+        let codes = unpack(c, "indices", dtype, elements(&shape)?)?;
         one(super::shape::take(lut, codes, &shape)?)
     }),
     flops: free,
@@ -162,7 +162,7 @@ static SPARSE_TO_DENSE: Spec = Spec {
         }
         let shape = shape_of_call(c)?;
         packed(&dims(c.tensor("mask")?.dims()), 1, &shape)?;
-        let mask = unpack(c, "mask", DType::U1, bounded(&shape)?)?;
+        let mask = unpack(c, "mask", DType::U1, elements(&shape)?)?;
         one(typed!(data, spread(data, &mask, &shape))?)
     }),
     flops: free,
@@ -293,7 +293,7 @@ impl Palette {
             let Some(axis) = vector_axis else { bail!("a lut of vectors of {vector} wants `vector_axis`") };
             dense[args::axis(axis, indices.len()).at("vector_axis")?] *= vector;
         }
-        bounded(&dense)?;
+        elements(&dense)?;
         Ok(Palette { groups: groups.to_vec(), entries: *entries, vector: *vector, dense })
     }
 }
@@ -343,8 +343,16 @@ fn lengths(shape: &[i64]) -> Result<Vec<usize>> {
     let Some(shape) = shape.iter().map(|d| usize::try_from(*d).ok()).collect::<Option<Vec<usize>>>() else {
         bail!("`shape` {} has a negative size", shape_text(shape));
     };
-    bounded(&shape)?;
+    elements(&shape)?;
     Ok(shape)
+}
+
+/// The number of elements, which the packed ones must match before anything is made.
+fn elements(shape: &[usize]) -> Result<usize> {
+    match shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) {
+        Some(n) => Ok(n),
+        None => bail!("the sizes {} overflow", shape_text(shape)),
+    }
 }
 
 /// Bits of an index into a table of this many entries.
@@ -357,7 +365,9 @@ fn code_bits(entries: usize) -> Result<usize> {
 
 /// Refuses packed codes of another length than the shape takes.
 fn packed(bytes: &[Dim], bits: usize, shape: &[usize]) -> Result<()> {
-    let want = (bounded(shape)? * bits).div_ceil(8);
+    let Some(want) = elements(shape)?.checked_mul(bits).map(|n| n.div_ceil(8)) else {
+        bail!("{} codes of {bits} bits overflow", shape_text(shape));
+    };
     match bytes {
         [n] if n.agrees(Dim::Fixed(want)) => Ok(()),
         other => bail!(

@@ -13,6 +13,7 @@ use std::{
 use memmap2::Mmap;
 use sha2::{Digest, Sha256};
 
+use super::save::disk_error;
 use crate::{
     bail,
     error::{self, Error, Result},
@@ -260,7 +261,7 @@ impl Record {
 
 impl Writer {
     pub fn create(path: &Path) -> Result<Self> {
-        let file = File::create_new(path).map_err(|e| error::io(path, &e))?;
+        let file = File::create_new(path).map_err(|e| disk_error(path, &e))?;
         let mut writer = Self {
             path: path.into(),
             file: BufWriter::new(file),
@@ -299,10 +300,10 @@ impl Writer {
 
     /// Completes the file; returns its length, and a digest of what it holds.
     pub fn finish(mut self) -> Result<(u64, [u8; 32])> {
-        self.file.seek(SeekFrom::Start(0)).map_err(|e| error::io(&self.path, &e))?;
+        self.file.seek(SeekFrom::Start(0)).map_err(|e| disk_error(&self.path, &e))?;
         let end = self.end;
         self.write(&head(self.count))?;
-        self.file.flush().map_err(|e| error::io(&self.path, &e))?;
+        self.file.flush().map_err(|e| disk_error(&self.path, &e))?;
         Ok((end, self.digest.finalize().into()))
     }
 
@@ -323,7 +324,7 @@ impl Writer {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|e| error::io(&self.path, &e))?;
+        self.file.write_all(bytes).map_err(|e| disk_error(&self.path, &e))?;
         self.end += bytes.len() as u64;
         Ok(())
     }

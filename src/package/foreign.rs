@@ -56,8 +56,8 @@ impl fmt::Display for Foreign {
             }
             kind if kind.starts_with("neuralNetwork") => {
                 let layers: usize = self.ops.values().sum();
-                let s = if layers == 1 { "" } else { "s" };
-                write!(f, "a neural network of {layers} layer{s} (`{kind}`)")
+                let plural = if layers == 1 { "" } else { "s" };
+                write!(f, "a neural network of {layers} layer{plural} (`{kind}`)")
             }
             kind => write!(f, "a model of the kind `{kind}`"),
         }

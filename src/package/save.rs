@@ -1,7 +1,9 @@
 //! Writing a package: beside its place first, then moved there in one step.
 
 use std::{
+    collections::BTreeMap,
     fs,
+    io::ErrorKind,
     path::{Path, PathBuf},
 };
 
@@ -55,7 +57,7 @@ pub fn save(path: &Path, program: &Checked, interface: &Interface, options: Save
         .map_err(|e| error::io(parent, &e))
         .hint(|| format!("`{}` must be a directory that can be written to", parent.display()))?;
     let mut draft = Draft { dir: beside.path().join("new"), saved: Saved::new(path, spec_version) };
-    draft.write(program, interface, options.from).map_err(|e| out_of_space(e, program))?;
+    draft.write(program, interface, options.from).map_err(|e| out_of_space(e, path, program))?;
     move_into_place(&draft.dir, path, &beside.path().join("old"))?;
     Ok(draft.saved)
 }
@@ -75,7 +77,7 @@ impl Saved {
 impl Draft {
     fn write(&mut self, program: &Program, interface: &Interface, from: Option<&Package>) -> Result<()> {
         let data = self.dir.join("Data").join(AUTHOR);
-        fs::create_dir_all(&data).map_err(|e| error::io(&data, &e))?;
+        fs::create_dir_all(&data).map_err(|e| disk_error(&data, &e))?;
         let mut manifest = match from.and_then(|p| p.manifest.as_ref().map(|m| (p, m))) {
             Some((package, manifest)) => self.take_along(package, manifest)?,
             None => Manifest { root: String::new(), items: Default::default(), other: Default::default() },
@@ -125,7 +127,7 @@ impl Draft {
 fn writer<'a>(weights: &'a mut Option<Writer>, data: &Path) -> Result<&'a mut Writer> {
     if weights.is_none() {
         let dir = data.join(WEIGHTS);
-        fs::create_dir_all(&dir).map_err(|e| error::io(&dir, &e))?;
+        fs::create_dir_all(&dir).map_err(|e| disk_error(&dir, &e))?;
         *weights = Some(Writer::create(&dir.join(WEIGHT_FILE))?);
     }
     weights.as_mut().ok_or_else(|| Error::new("no weight file"))
@@ -212,7 +214,7 @@ fn move_into_place(new: &Path, path: &Path, old: &Path) -> Result<()> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
-    let failed = |e: std::io::Error| error::io(from, &e);
+    let failed = |e: std::io::Error| disk_error(from, &e);
     if from.is_dir() {
         fs::create_dir_all(to).map_err(failed)?;
         for entry in fs::read_dir(from).map_err(failed)? {
@@ -228,25 +230,33 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    fs::write(path, bytes).map_err(|e| error::io(path, &e))
+    fs::write(path, bytes).map_err(|e| disk_error(path, &e))
+}
+
+/// What writing to `path` failed with; a full disk is told apart, and completed by [`out_of_space`].
+pub(super) fn disk_error(path: &Path, e: &std::io::Error) -> Error {
+    match e.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => Error::new(NO_SPACE),
+        _ => error::io(path, e),
+    }
 }
 
 /// Says how much room is needed, when that was the trouble.
-fn out_of_space(e: Error, program: &Program) -> Error {
-    let full = std::io::Error::from(std::io::ErrorKind::StorageFull).to_string();
-    if !e.message().to_lowercase().contains(&full) {
+fn out_of_space(e: Error, path: &Path, program: &Program) -> Error {
+    if e.message() != NO_SPACE {
         return e;
     }
-    let mut needed = std::collections::BTreeMap::new();
+    let mut needed = BTreeMap::new();
     let mut weigh = |w: &Weight| {
         needed.insert(w.key.clone(), w.dtype.packed_len(w.count()).unwrap_or(0));
         Ok((String::new(), 0))
     };
     let spec = encode::program(program, &mut weigh).map_or(0, |p| p.encoded_len());
     let bytes = needed.values().fold(spec, |sum, n| sum.saturating_add(*n));
-    e.hint(format!("the package needs about {bytes} bytes"))
+    e.at(path.display()).hint(format!("the package needs about {bytes} bytes"))
 }
 
+const NO_SPACE: &str = "no space left on the device";
 const MODEL: &str = "model.mlmodel";
 const WEIGHTS: &str = "weights";
 const WEIGHT_FILE: &str = "weight.bin";

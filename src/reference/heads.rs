@@ -47,6 +47,7 @@ pub(super) fn outputs(model: &Model<'_>, task: Task, hidden: &Tensor) -> Result<
         Task::PreTraining => {
             out.insert("logits".to_string(), discriminator(model, hidden)?);
         }
+        Task::CausalLm => bail!("an encoder does not continue text"),
     }
     Ok(out)
 }

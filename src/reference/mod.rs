@@ -3,6 +3,7 @@
 //!
 //! The one rule: it reads the checkpoint and shares nothing else with the program that is judged.
 
+mod decoder;
 mod heads;
 mod model;
 mod modernbert;
@@ -14,6 +15,7 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
+pub use self::decoder::{Decoder, DecoderOutput};
 use self::model::{Family, Model};
 use crate::{
     checkpoint::{Checkpoint, Task},
@@ -36,6 +38,15 @@ pub fn encoder(checkpoint: &Checkpoint, task: Task, inputs: &Inputs) -> Result<B
     let family = Family::of(&checkpoint.config)?;
     forward(checkpoint, family, task, inputs)
         .within(|| format!("while running the reference for {}, task {task}", checkpoint.dir.display()))
+}
+
+/// Runs a causal language model once: the logits of every token, `[batch, sequence, vocabulary]`.
+pub fn decoder(
+    checkpoint: &Checkpoint,
+    ids: &[Vec<u32>],
+    attention_mask: Option<&[Vec<u32>]>,
+) -> Result<Tensor> {
+    Ok(Decoder::open(checkpoint)?.forward(ids, attention_mask)?.logits)
 }
 
 fn forward(

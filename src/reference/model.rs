@@ -194,7 +194,7 @@ pub(super) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor) -> Re
 }
 
 /// The length of the rows.
-fn check(inputs: &Inputs) -> Result<usize> {
+pub(super) fn check(inputs: &Inputs) -> Result<usize> {
     let ids = &inputs.input_ids;
     let sequence = ids.first().map_or(0, Vec::len);
     if sequence == 0 {

@@ -7,7 +7,7 @@ use candle_core::{D, Device, Tensor};
 use crate::{
     bail,
     checkpoint::Tensors,
-    error::{Context, Result},
+    error::{Context, Error, Result},
 };
 
 #[derive(Clone)]
@@ -46,40 +46,61 @@ impl<'a> Scope<'a> {
     /// Normalization over the channels; without a bias tensor there is no bias.
     pub(super) fn layer_norm(&self, name: &str, x: &Tensor, epsilon: f64) -> Result<Tensor> {
         let layer = self.join(name);
-        let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-        let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
-        let normal = centered.broadcast_div(&(variance + epsilon)?.sqrt()?)?;
-        let scaled = normal.broadcast_mul(&layer.tensor("weight")?).at(&layer.prefix)?;
-        if !layer.has("bias") {
-            return Ok(scaled);
-        }
-        scaled.broadcast_add(&layer.tensor("bias")?).at(&layer.prefix)
+        let bias = layer.has("bias").then(|| layer.tensor("bias")).transpose()?;
+        layer_norm(x, &layer.tensor("weight")?, bias.as_ref(), epsilon).at(&layer.prefix)
     }
 
     /// The rows of a table at `ids`, `[batch, sequence, channels]`.
     pub(super) fn embedding(&self, name: &str, ids: &[Vec<u32>]) -> Result<Tensor> {
         let layer = self.join(name);
-        let table = layer.tensor("weight")?;
-        let (rows, channels) = table.dims2().at(&layer.prefix)?;
-        let flat: Vec<u32> = ids.iter().flatten().copied().collect();
-        if let Some(id) = flat.iter().find(|id| usize::try_from(**id).is_ok_and(|id| id >= rows)) {
-            bail!("{}: index {id}, the table has {rows} rows", layer.prefix);
-        }
-        let count = flat.len();
-        let picked = table.index_select(&Tensor::from_vec(flat, count, &Device::Cpu)?, 0)?;
-        Ok(picked.reshape((ids.len(), count / ids.len().max(1), channels))?)
+        rows(&layer.tensor("weight")?, ids).at(&layer.prefix)
     }
 
-    fn path(&self, name: impl Display) -> String {
+    /// The error for a tensor that is not there.
+    pub(super) fn missing(&self, name: &str) -> Error {
+        self.tensors.missing(&self.path(name))
+    }
+
+    pub(super) fn path(&self, name: impl Display) -> String {
         if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
     }
 }
 
 /// `x · weightᵀ + bias` over the last axis.
 pub(super) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let y = x.broadcast_matmul(&weight.t()?)?;
+    // A matrix of all tokens: broadcasting over the batch would copy the weight.
+    let (out, _) = weight.dims2()?;
+    let mut dims = x.dims().to_vec();
+    let channels = dims.pop().unwrap_or(1);
+    let y = x.reshape(((), channels))?.matmul(&weight.t()?)?;
+    dims.push(out);
+    let y = y.reshape(dims)?;
     Ok(match bias {
         Some(bias) => y.broadcast_add(bias)?,
         None => y,
     })
+}
+
+/// Normalization over the last axis.
+pub(super) fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, epsilon: f64) -> Result<Tensor> {
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
+    let normal = centered.broadcast_div(&(variance + epsilon)?.sqrt()?)?;
+    let scaled = normal.broadcast_mul(weight)?;
+    Ok(match bias {
+        Some(bias) => scaled.broadcast_add(bias)?,
+        None => scaled,
+    })
+}
+
+/// The rows of a table at `ids`, `[batch, sequence, channels]`.
+pub(super) fn rows(table: &Tensor, ids: &[Vec<u32>]) -> Result<Tensor> {
+    let (rows, channels) = table.dims2()?;
+    let flat: Vec<u32> = ids.iter().flatten().copied().collect();
+    if let Some(id) = flat.iter().find(|id| usize::try_from(**id).is_ok_and(|id| id >= rows)) {
+        bail!("index {id}, the table has {rows} rows");
+    }
+    let count = flat.len();
+    let picked = table.index_select(&Tensor::from_vec(flat, count, &Device::Cpu)?, 0)?;
+    Ok(picked.reshape((ids.len(), count / ids.len().max(1), channels))?)
 }

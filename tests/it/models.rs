@@ -19,7 +19,7 @@ use silane::{
         compare::{Comparison, compare, kept_rows},
     },
     mil::{DType, Numbers, Program},
-    models::{self, Part, Plan},
+    models::{self, Chunks, Parts, Plan},
     ops::{Opset, Val},
     passes,
     reference::{self, Inputs},
@@ -137,6 +137,13 @@ fn plan(checkpoint: &Checkpoint, batch: usize, tokens: usize) -> Plan {
         token_type_ids: false,
         float: DType::F16,
         opset: Opset::Ios18,
+        chunks: Chunks {
+            contexts: vec![32],
+            chunk: None,
+            all_logits: false,
+            update: silane::nn::cache::Update::Slice,
+            parts: Parts::Count(1),
+        },
     }
 }
 
@@ -145,7 +152,9 @@ fn build(checkpoint: &Checkpoint, plan: &Plan) -> Program {
 }
 
 fn try_build(checkpoint: &Checkpoint, plan: &Plan) -> silane::Result<Program> {
-    let Part { mut program, .. } = models::build(checkpoint, plan, checkpoint.config.model_type()?)?;
+    let parts = models::build(checkpoint, plan, checkpoint.config.model_type()?)?;
+    assert_eq!(parts.len(), 1);
+    let mut program = parts.into_iter().next().unwrap().program;
     passes::tidy(&mut program)?;
     Ok(graph::check(program)?.into_program())
 }

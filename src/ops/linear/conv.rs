@@ -113,11 +113,34 @@ fn convolve(x: &Tensor, w: &Tensor, window: &Window, groups: usize) -> Result<Te
     let each = if pointwise && groups == 1 {
         let w = w.contiguous()?.reshape((out, channels))?;
         (0..batch).map(|b| product(&w, &x.get(b)?)).collect::<Result<Vec<_>>>()?
+    } else if channels == groups {
+        let w: Vec<f32> = w.flatten_all()?.to_vec1()?;
+        (0..batch).map(|b| depthwise(&x.get(b)?, &w, out / groups, &plan)).collect::<Result<Vec<_>>>()?
     } else {
         let w = w.contiguous()?.reshape((groups, out / groups, channels / groups * plan.taps()))?;
         (0..batch).map(|b| windows(&x.get(b)?, &w, channels, &plan)).collect::<Result<Vec<_>>>()?
     };
     Ok(Tensor::stack(&each, 0)?.reshape(shape)?)
+}
+
+/// One image, every channel by itself: each tap adds its part of the image.
+fn depthwise(x: &Tensor, w: &[f32], each: usize, plan: &Plan) -> Result<Tensor> {
+    let (input, positions, taps) =
+        (plan.size.iter().product::<usize>(), plan.lines() * plan.out[2], plan.taps());
+    let x: Vec<f32> = x.flatten_all()?.to_vec1()?;
+    let out = w.len() / taps;
+    let Some(count) = out.checked_mul(positions).filter(|n| *n <= MOST) else {
+        bail!("a convolution of {out} channels and {positions} positions is too large");
+    };
+    let mut y = vec![0f32; count];
+    for (n, row) in y.chunks_mut(positions).enumerate() {
+        let image = &x[n / each * input..][..input];
+        for tap in 0..taps {
+            let weight = w[n * taps + tap];
+            plan.each(tap, 0..plan.lines(), |to, from| row[to] += weight * image[from]);
+        }
+    }
+    Ok(Tensor::from_vec(y, (out, positions), &Device::Cpu)?)
 }
 
 /// One image: a matrix product for as many lines at a time as fit a bounded buffer.

@@ -227,14 +227,16 @@ impl Plan {
     pub(in crate::ops) fn each(&self, tap: usize, lines: Range<usize>, mut f: impl FnMut(usize, usize)) {
         let [_, kh, kw] = self.kernel;
         let (kz, ky, kx) = (tap / (kh * kw), tap / kw % kh, tap % kw);
+        // Along the last axis the windows that read an element are a range.
+        let (shift, stride, before) = (kx * self.dilation[2], self.stride[2], self.before[2]);
+        let first = before.saturating_sub(shift).div_ceil(stride);
+        let end = (self.size[2] + before).saturating_sub(shift).div_ceil(stride).min(self.out[2]);
         for line in lines {
             let Some(sz) = self.source(0, line / self.out[1], kz) else { continue };
             let Some(sy) = self.source(1, line % self.out[1], ky) else { continue };
             let (to, from) = (line * self.out[2], (sz * self.size[1] + sy) * self.size[2]);
-            for x in 0..self.out[2] {
-                if let Some(sx) = self.source(2, x, kx) {
-                    f(to + x, from + sx);
-                }
+            for x in first..end {
+                f(to + x, from + x * stride + shift - before);
             }
         }
     }

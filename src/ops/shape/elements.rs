@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Elements that one result may have.
-const LIMIT: usize = 1 << 31;
+const LIMIT: usize = 1 << 28;
 
 /// The work of an op that only moves.
 pub(in crate::ops) fn free(_: &Args<'_>) -> u64 {
@@ -34,7 +34,7 @@ pub(in crate::ops) fn sizes(dims: &[Dim]) -> Result<Vec<usize>> {
 pub(in crate::ops) fn bounded(shape: &[usize]) -> Result<usize> {
     match shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) {
         Some(n) if n <= LIMIT => Ok(n),
-        _ => bail!("a result of {} has more than 2^31 elements", shape_text(shape)),
+        _ => bail!("a result of {} has more than 2^28 elements", shape_text(shape)),
     }
 }
 

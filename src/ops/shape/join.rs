@@ -265,7 +265,7 @@ fn unknown_pad(a: &Args<'_>) -> Result<Vec<Type>> {
 
 /// Axis, before and after, of each padded axis.
 fn amounts(pad: &[i64], rank: usize) -> Result<Vec<(usize, usize, usize)>> {
-    if pad.len() % 2 != 0 || pad.len() / 2 > rank {
+    if !pad.len().is_multiple_of(2) || pad.len() / 2 > rank {
         bail!("`pad` has {} entries, two for each of up to {rank} axes are expected", pad.len());
     }
     let first = rank - pad.len() / 2;

@@ -85,7 +85,7 @@ pub(super) static RANGE_1D: Spec = Spec {
         };
         let (start, end, step) = (scalar("start")?, scalar("end")?, scalar("step")?);
         let count = steps(start, end, step)?;
-        #[expect(clippy::cast_precision_loss, reason = "a count below 2^31 is exact in 64-bit floats")]
+        #[expect(clippy::cast_precision_loss, reason = "a count below 2^28 is exact in 64-bit floats")]
         let values: Vec<f64> = (0..count).map(|i| start + step * i as f64).collect();
         one(Tensor::from_vec(values, count, c.tensor("start")?.device())?
             .to_dtype(c.tensor("start")?.dtype())?)
@@ -116,7 +116,7 @@ fn full(value: Option<&Tensor>, shape: &[usize]) -> Result<Tensor> {
 )]
 fn steps(start: f64, end: f64, step: f64) -> Result<usize> {
     let count = ((end - start) / step).ceil();
-    if step == 0.0 || !count.is_finite() || count > f64::from(1u32 << 31) {
+    if step == 0.0 || !count.is_finite() || count > f64::from(1u32 << 28) {
         bail!("a range from {start} to {end} by {step} has no end that can be reached");
     }
     Ok(count.max(0.0) as usize)

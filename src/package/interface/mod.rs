@@ -198,22 +198,24 @@ fn describe(name: &str, f: &Function) -> Result<FunctionInterface> {
     }
     for id in &f.body.outputs {
         let v = f.value(*id);
-        let ty = match &v.ty {
-            Type::Tensor(t) => FeatureType::Array(Array::fixed(t.dtype, &t.shape().unwrap_or_default())),
-            Type::Dict(key, _) => FeatureType::Dictionary(match key.as_tensor().map(|t| t.dtype) {
-                Some(DType::String) => Key::String,
-                _ => Key::Int64,
-            }),
-            other => bail!("output `{}`: {other} cannot be an output", v.name),
-        };
-        let ty = match &v.ty {
-            Type::Tensor(t) if t.dtype == DType::String => FeatureType::String,
-            Type::Tensor(t) if t.dtype == DType::I64 && t.rank() == 0 => FeatureType::Int64,
-            _ => ty,
-        };
+        let ty = output_type(&v.ty).at(format!("output `{}`", v.name))?;
         described.outputs.push(Feature::new(&v.name, ty));
     }
     Ok(described)
+}
+
+/// Arrays, and the label and probabilities of `classify`.
+fn output_type(ty: &Type) -> Result<FeatureType> {
+    Ok(match ty {
+        Type::Tensor(t) if t.dtype == DType::String => FeatureType::String,
+        Type::Tensor(t) if t.dtype == DType::I64 => FeatureType::Int64,
+        Type::Tensor(t) => FeatureType::Array(Array::fixed(t.dtype, &t.shape().unwrap_or_default())),
+        Type::Dict(key, _) => FeatureType::Dictionary(match key.as_tensor().map(|t| t.dtype) {
+            Some(DType::String) => Key::String,
+            _ => Key::Int64,
+        }),
+        other => bail!("{other} cannot be an output"),
+    })
 }
 
 impl fmt::Display for Feature {

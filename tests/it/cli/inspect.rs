@@ -416,8 +416,7 @@ fn weights_may_be_missing() {
         [exit 0]
 
         $ silane inspect conv_ios16.mlpackage --dump ct_weight_0 w.npy
-        stderr: note: conv_ios16.mlpackage/Data/com.apple.CoreML/weights/weight.bin is a Git LFS pointer, not the weights
-        stderr: error: main: const → conv0_weight_0: conv_ios16.mlpackage/Data/com.apple.CoreML/weights/weight.bin is a Git LFS pointer, not the weights
+        stderr: error: main: const → ct_weight_0: conv_ios16.mlpackage/Data/com.apple.CoreML/weights/weight.bin is a Git LFS pointer, not the weights
         stderr:   hint: run `git lfs pull` where it was cloned; the graph can still be inspected
         [exit 2]
 

@@ -141,7 +141,7 @@ fn tensors_go_in_and_out() {
         [exit 2]
 
         $ silane run a.mlpackage --inputs electra-discriminator/config.json
-        stderr: error: electra-discriminator/config.json: header too large
+        stderr: error: electra-discriminator/config.json: not a safetensors file: header too large
         [exit 2]
 
         $ silane run a.mlpackage --inputs a.mlpackage --prompt a

@@ -1,0 +1,400 @@
+//! The frame of decoders: functions × parts over one set of weights, with the cache as state.
+//!
+//! `decode` takes one token, `prefill` a chunk of them; both read and write the state `kv_cache`. A part
+//! is built from its range of layers, never cut out of a graph: the first one embeds, the last one
+//! projects, and hidden states `[1, C, 1, T]` pass between them.
+
+use std::{collections::BTreeMap, ops::Range};
+
+use serde_json::{Value as Json, json};
+
+use super::{Part, Plan};
+use crate::{
+    bail,
+    checkpoint::{Checkpoint, Config},
+    error::{Context, Result},
+    graph::Builder,
+    mil::{DType, Function, Program, Type, ValueId},
+    nn::{
+        Hidden, Net,
+        cache::{Heads, Kind, Setup, Steps, Update},
+    },
+};
+
+/// What a family of decoders says about itself.
+pub struct Decoder {
+    /// What the bare model may be called inside the checkpoint; nothing when it is none of them.
+    pub bases: &'static [&'static str],
+    /// Sizes, and what kinds of layers there are.
+    pub shape: fn(&Config, usize) -> Result<Shape>,
+    /// Settings of the function under construction, before anything is built.
+    pub prepare: fn(&mut Net<'_>) -> Result<()>,
+    /// From ids to the residual stream, in the scope of the bare model.
+    pub embed: fn(&mut Net<'_>, &Shape, &Ids) -> Result<Hidden>,
+    /// Whether `embed` looks at positions.
+    pub learned_positions: bool,
+    /// One layer, in the scope of the bare model.
+    pub layer: Layer,
+    /// The last norm, in the scope of the bare model.
+    pub norm: fn(&mut Net<'_>, Hidden) -> Result<Hidden>,
+    /// Logits from normalised hidden states, in the scope of the checkpoint.
+    pub logits: fn(&mut Net<'_>, &Shape, Hidden) -> Result<Hidden>,
+}
+
+/// One layer: its place in the part's cache, and its number in the model.
+pub type Layer = fn(&mut Net<'_>, &Shape, &mut Steps, Place, Hidden) -> Result<Hidden>;
+
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    /// Row in the cache of the part.
+    pub row: usize,
+    /// Number in the model.
+    pub layer: usize,
+    pub kind: usize,
+}
+
+impl Place {
+    pub fn at(self) -> (usize, usize) {
+        (self.row, self.kind)
+    }
+}
+
+pub struct Ids {
+    pub input_ids: ValueId,
+    /// There when the family has learned positions.
+    pub position_ids: Option<ValueId>,
+}
+
+/// Sizes of a decoder, from its config.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    pub hidden: usize,
+    pub layers: usize,
+    pub heads: Heads,
+    pub vocab: usize,
+    pub kinds: Vec<Kind>,
+    /// The kind of each layer.
+    pub kind_of: Vec<usize>,
+    /// The longest context that the checkpoint was made for.
+    pub longest: usize,
+    /// Name of the bare model in the checkpoint.
+    pub base: String,
+    /// The embedding's name in the bare model, for tied heads.
+    pub embedding: &'static str,
+    /// Whether the head is the embedding in this very part, so that both are stored in the same pieces.
+    pub tied_here: bool,
+}
+
+/// Decoder-only settings of a plan.
+#[derive(Debug, Clone)]
+pub struct Chunks {
+    /// Slots of the cache; several make functions for each.
+    pub contexts: Vec<usize>,
+    /// Tokens of a prefill call; `None` leaves prefill out.
+    pub chunk: Option<usize>,
+    pub all_logits: bool,
+    pub update: Update,
+    pub parts: Parts,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Parts {
+    Count(usize),
+    /// As many as it takes to stay below so many bytes of weights each.
+    Below(u64),
+}
+
+/// What one part holds.
+#[derive(Debug, Clone)]
+struct Piece {
+    stem: String,
+    embeds: bool,
+    layers: Range<usize>,
+    projects: bool,
+}
+
+pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type: &str) -> Result<Vec<Part>> {
+    let config = text_config(checkpoint);
+    let mut notes = Vec::new();
+    let mut contexts = Vec::new();
+    for asked in &plan.chunks.contexts {
+        let context = asked.div_ceil(32) * 32;
+        if context != *asked {
+            notes.push(format!("the context is rounded up from {asked} to {context}, a multiple of 32"));
+        }
+        contexts.push(context);
+    }
+    contexts.sort_unstable();
+    contexts.dedup();
+    let Some(capacity) = contexts.last().copied().filter(|c| *c > 0) else {
+        bail!("a context of 0 tokens is asked for");
+    };
+    let mut shape = (decoder.shape)(&config, capacity)?;
+    let bare = decoder.bases.iter().find(|b| checkpoint.tensors.names().any(|n| n.starts_with(&format!("{b}."))));
+    shape.base = bare.copied().unwrap_or_default().to_string();
+    if capacity > shape.longest {
+        let longest = shape.longest;
+        if capacity.saturating_sub(32) >= longest {
+            bail!(
+                "a context of {capacity} tokens is asked for, the checkpoint was made for {longest}";
+                hint: "`--context-length {longest}` is the longest that works"
+            );
+        }
+        notes.push(format!("positions from {longest} on are padding: the checkpoint has no more"));
+    }
+    if let Some(chunk) = plan.chunks.chunk
+        && (chunk == 0 || chunk > contexts[0])
+    {
+        bail!("a prefill chunk of {chunk} tokens does not fit a context of {}", contexts[0]);
+    }
+    let pieces = pieces(&plan.chunks.parts, checkpoint, &shape);
+    let frame = Frame { decoder, checkpoint, plan, shape, contexts, capacity, model_type };
+    let stems: Vec<String> = pieces.iter().map(|p| p.stem.clone()).collect();
+    let mut parts = Vec::new();
+    for piece in &pieces {
+        let mut part = frame.part(piece, &stems).within(|| format!("while building {model_type}"))?;
+        part.notes = std::mem::take(&mut notes);
+        parts.push(part);
+    }
+    Ok(parts)
+}
+
+/// The language model's config: a multimodal checkpoint keeps it in `text_config`.
+pub fn text_config(checkpoint: &Checkpoint) -> Config {
+    checkpoint.config.nested("text_config").unwrap_or_else(|| checkpoint.config.clone())
+}
+
+struct Frame<'a> {
+    decoder: &'a Decoder,
+    checkpoint: &'a Checkpoint,
+    plan: &'a Plan,
+    shape: Shape,
+    contexts: Vec<usize>,
+    capacity: usize,
+    model_type: &'a str,
+}
+
+impl Frame<'_> {
+    fn part(&self, piece: &Piece, stems: &[String]) -> Result<Part> {
+        let mut functions = BTreeMap::new();
+        let mut sizes = vec![("decode", 1)];
+        if let Some(chunk) = self.plan.chunks.chunk.filter(|c| *c > 1) {
+            sizes.push(("prefill", chunk));
+        }
+        let mut described = serde_json::Map::new();
+        for context in &self.contexts {
+            for (base, tokens) in &sizes {
+                let name = match self.contexts.len() {
+                    1 => (*base).to_string(),
+                    _ => format!("{base}_{context}"),
+                };
+                let function = self
+                    .function(piece, *context, *tokens)
+                    .within(|| format!("function `{name}` of `{}`", piece.stem))?;
+                described.insert(name.clone(), describe(&function, *context, *tokens));
+                functions.insert(name, function);
+            }
+        }
+        let largest = self.contexts.len() - 1;
+        let default = match largest {
+            0 => "decode".to_string(),
+            _ => format!("decode_{}", self.capacity),
+        };
+        let program = Program { functions, default_function: default, ..Program::default() };
+        Ok(Part {
+            stem: piece.stem.clone(),
+            program,
+            docs: docs(),
+            contract: self.contract(piece, stems, described),
+            notes: Vec::new(),
+        })
+    }
+
+    fn function(&self, piece: &Piece, context: usize, tokens: usize) -> Result<Function> {
+        let mut net = Net::new(self.checkpoint, Builder::new(self.plan.opset), self.plan.float, 1, tokens);
+        (self.decoder.prepare)(&mut net)?;
+        let mut shape = self.shape.clone();
+        shape.tied_here = piece.embeds && piece.projects;
+        let ids = Type::tensor(DType::I32, [1, tokens]);
+        let mut x = None;
+        let mut input_ids = None;
+        if piece.embeds {
+            input_ids = Some(net.builder.input("input_ids", ids.clone())?);
+        } else {
+            let ty = Type::tensor(self.plan.float, [1, shape.hidden, 1, tokens]);
+            x = Some(Hidden(net.builder.input("hidden_states", ty)?));
+        }
+        let looks = !piece.layers.is_empty() || (piece.embeds && self.decoder.learned_positions);
+        let position_ids = match looks {
+            true => Some(net.builder.input("position_ids", ids)?),
+            false => None,
+        };
+        let mut steps = match (position_ids, piece.layers.is_empty()) {
+            (Some(positions), false) => {
+                let setup = Setup {
+                    heads: shape.heads,
+                    context,
+                    capacity: self.capacity,
+                    layers: piece.layers.len(),
+                    kinds: shape.kinds.clone(),
+                    update: self.plan.chunks.update,
+                };
+                Some(Steps::new(&mut net, setup, positions)?)
+            }
+            _ => None,
+        };
+        let base = shape.base.clone();
+        if let Some(input_ids) = input_ids {
+            let ids = Ids { input_ids, position_ids };
+            x = Some(net.within(&base, |n| (self.decoder.embed)(n, &shape, &ids))?);
+        }
+        let Some(mut x) = x else { bail!("a part without input") };
+        if let Some(steps) = &mut steps {
+            for (row, layer) in piece.layers.clone().enumerate() {
+                let place = Place { row, layer, kind: shape.kind_of[layer] };
+                x = net
+                    .within(&base, |n| (self.decoder.layer)(n, &shape, steps, place, x))
+                    .within(|| format!("layer {layer}"))?;
+            }
+            steps.finish(&mut net)?;
+        }
+        let output = match piece.projects {
+            true => self.project(&mut net, &shape, &base, x)?,
+            false => net.hidden_output("output_hidden_states", x)?,
+        };
+        Ok(net.builder.finish(vec![output]))
+    }
+
+    fn project(&self, net: &mut Net<'_>, shape: &Shape, base: &str, x: Hidden) -> Result<ValueId> {
+        let x = match self.plan.chunks.all_logits {
+            true => x,
+            false => net.last_token("last_token", x)?,
+        };
+        let x = net.within(base, |n| (self.decoder.norm)(n, x))?;
+        let x = (self.decoder.logits)(net, shape, x)?;
+        net.token_logits("logits", x)
+    }
+
+    fn contract(&self, piece: &Piece, stems: &[String], functions: serde_json::Map<String, Json>) -> Json {
+        let h = self.shape.heads;
+        let rows = 2 * piece.layers.len();
+        let cache = (!piece.layers.is_empty()).then(|| {
+            json!({
+                "state": "kv_cache",
+                "shape": [rows, h.kv, self.capacity, h.padded],
+                "layers": [piece.layers.start, piece.layers.end],
+                "head_dim": h.dim,
+            })
+        });
+        json!({
+            "version": 1,
+            "family": self.model_type,
+            "task": "causal-lm",
+            "functions": functions,
+            "context_length": self.contexts,
+            "prefill_chunk": self.plan.chunks.chunk.filter(|c| *c > 1),
+            "logits": if self.plan.chunks.all_logits { "all" } else { "last" },
+            "cache": cache,
+            "vocabulary": self.shape.vocab,
+            "parts": stems,
+            "part": stems.iter().position(|s| *s == piece.stem),
+            "bos_token_id": self.special("bos_token_id"),
+            "eos_token_id": self.special("eos_token_id"),
+            "positions": "consecutive, below the context length; a position at or past it is the host's error",
+            "prefill": "full chunks; the last one is fed again so that it ends at the last token, or a short prompt is padded after its tokens",
+        })
+    }
+
+    /// Ids from the generation config, or else the config.
+    fn special(&self, key: &str) -> Json {
+        let generation = self.checkpoint.dir.join("generation_config.json");
+        let from_generation = std::fs::read(generation)
+            .ok()
+            .and_then(|text| serde_json::from_slice::<Json>(&text).ok())
+            .and_then(|json| json.get(key).cloned());
+        let value = from_generation.or_else(|| text_config(self.checkpoint).get(&[key]).cloned());
+        match value {
+            Some(Json::Array(ids)) => Json::Array(ids),
+            Some(Json::Number(id)) => json!([id]),
+            _ => json!([]),
+        }
+    }
+}
+
+fn describe(function: &Function, context: usize, tokens: usize) -> Json {
+    let one = |id: &ValueId| {
+        let value = function.value(*id);
+        let tensor = value.ty.as_tensor().or_else(|| value.ty.as_state());
+        json!({
+            "name": value.name,
+            "dtype": tensor.map_or("", |t| t.dtype.name()),
+            "shape": tensor.and_then(|t| t.shape()),
+            "state": value.ty.as_state().is_some(),
+        })
+    };
+    json!({
+        "tokens": tokens,
+        "context": context,
+        "inputs": function.inputs.iter().map(one).collect::<Vec<_>>(),
+        "outputs": function.body.outputs.iter().map(one).collect::<Vec<_>>(),
+    })
+}
+
+fn docs() -> BTreeMap<String, String> {
+    [
+        ("input_ids", "Token ids"),
+        ("position_ids", "Position of each token, consecutive and below the context length"),
+        ("hidden_states", "What the part before gives"),
+        ("output_hidden_states", "What the next part takes"),
+        ("kv_cache", "Keys and values of all tokens so far: keys of each layer first, then values"),
+        ("logits", "Scores of the vocabulary, before softmax"),
+    ]
+    .into_iter()
+    .map(|(k, v)| (k.to_string(), v.to_string()))
+    .collect()
+}
+
+/// Which part holds what. One part is all; two are halves; more are the embedding, ranges of layers, and
+/// the head.
+fn pieces(parts: &Parts, checkpoint: &Checkpoint, shape: &Shape) -> Vec<Piece> {
+    let count = match parts {
+        Parts::Count(n) => (*n).max(1),
+        Parts::Below(limit) => count_below(*limit, checkpoint, shape),
+    };
+    let all = shape.layers;
+    let piece = |stem: String, embeds, layers, projects| Piece { stem, embeds, layers, projects };
+    match count {
+        1 => vec![piece("model".into(), true, 0..all, true)],
+        2 => {
+            let middle = all.div_ceil(2);
+            vec![
+                piece("layers_1of2".into(), true, 0..middle, false),
+                piece("layers_2of2".into(), false, middle..all, true),
+            ]
+        }
+        n => {
+            let ranges = (n - 2).min(all.max(1));
+            let mut pieces = vec![piece("embeddings".into(), true, 0..0, false)];
+            for i in 0..ranges {
+                let range = all * i / ranges..all * (i + 1) / ranges;
+                pieces.push(piece(format!("layers_{}of{ranges}", i + 1), false, range, false));
+            }
+            pieces.push(piece("head".into(), false, all..all, true));
+            pieces
+        }
+    }
+}
+
+/// The fewest parts whose weights stay below `limit` bytes each, in fp16.
+fn count_below(limit: u64, checkpoint: &Checkpoint, shape: &Shape) -> usize {
+    let elements = |info: &crate::checkpoint::Info| info.shape.iter().map(|d| *d as u64).product::<u64>();
+    let total: u64 =
+        checkpoint.tensors.names().filter_map(|n| checkpoint.tensors.get(n)).map(elements).sum::<u64>() * 2;
+    if total <= limit {
+        return 1;
+    }
+    let table = 2 * (shape.vocab * shape.hidden) as u64;
+    let layers = total.saturating_sub(table).max(1);
+    let ranges = layers.div_ceil(limit.max(1)).clamp(1, shape.layers.max(1) as u64);
+    usize::try_from(ranges).unwrap_or(shape.layers) + 2
+}

@@ -1,0 +1,52 @@
+//! Qwen 3: a Llama whose queries and keys are normalised per head, dense or with experts.
+
+use super::{
+    decoder::{Decoder, Place, Shape},
+    llama,
+};
+use crate::{
+    error::Result,
+    nn::{
+        Hidden, Net,
+        cache::{HeadNorm, Steps},
+        moe::Experts,
+    },
+};
+
+pub(super) static QWEN3: Decoder = Decoder { layer, ..llama::QWEN2 };
+
+pub(super) static QWEN3_MOE: Decoder = Decoder { layer: sparse, ..llama::QWEN2 };
+
+fn norm(n: &Net<'_>) -> Result<HeadNorm> {
+    Ok(HeadNorm::Rms { query: "self_attn.q_norm", key: "self_attn.k_norm", eps: llama::eps(n)?, plus: 0.0 })
+}
+
+fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
+    n.within(&format!("layers.{}", place.layer), |n| {
+        let attention = llama::attention(n, shape, norm(n)?)?;
+        llama::block(n, shape, steps, place, attention, 1.0, x, |n, h| llama::mlp(n, 1.0, h))
+    })
+}
+
+fn sparse(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
+    n.within(&format!("layers.{}", place.layer), |n| {
+        let attention = llama::attention(n, shape, norm(n)?)?;
+        llama::block(n, shape, steps, place, attention, 1.0, x, |n, h| {
+            if n.has("mlp.gate_proj.weight") { llama::mlp(n, 1.0, h) } else { experts(n, h) }
+        })
+    })
+}
+
+fn experts(n: &mut Net<'_>, x: Hidden) -> Result<Hidden> {
+    let config = &n.checkpoint.config;
+    let experts = Experts {
+        router: "mlp.gate",
+        experts: "mlp.experts",
+        count: config.usize(&["num_experts"])?,
+        chosen: config.usize(&["num_experts_per_tok"])?,
+        parts: ["gate_proj", "up_proj", "down_proj"],
+        act: llama::act(n)?,
+        normalise: config.bool_or(&["norm_topk_prob"], false)?,
+    };
+    n.experts(&experts, x)
+}

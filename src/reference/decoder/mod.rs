@@ -1,0 +1,209 @@
+//! Causal language models, the whole sequence at once and without a cache.
+//!
+//! The one rule: one loop for all families; what differs is data in `family`, or a number in `plan`.
+
+mod attention;
+mod family;
+mod mlp;
+mod parts;
+mod plan;
+mod rope;
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
+use self::{
+    attention::{Attention, Places, soft_cap},
+    family::Order,
+    mlp::Mlp,
+    parts::{Linear, Norm},
+    plan::{LayerPlan, Plan},
+};
+use super::{
+    Inputs,
+    model::check,
+    scope::{Scope, rows},
+};
+use crate::{
+    checkpoint::Checkpoint,
+    error::{Context, Error, Result},
+};
+
+/// A causal language model with its weights in f32, to be run many times.
+pub struct Decoder {
+    plan: Plan,
+    words: Tensor,
+    words_norm: Option<Norm>,
+    project_in: Option<Linear>,
+    /// Learned positions, and the row of position 0.
+    positions: Option<(Tensor, u32)>,
+    layers: Vec<Layer>,
+    final_norm: Option<Norm>,
+    project_out: Option<Linear>,
+    head: Linear,
+}
+
+/// What a decoder computes for `[batch, sequence]` ids.
+#[derive(Debug, Clone)]
+pub struct DecoderOutput {
+    /// `[batch, sequence, vocabulary]`
+    pub logits: Tensor,
+    /// What the head is applied to, `[batch, sequence, channels]`.
+    pub last_hidden_state: Tensor,
+    /// The hidden states before the first layer and after each, before the last norm.
+    pub taps: Vec<Tensor>,
+}
+
+impl Decoder {
+    pub fn open(checkpoint: &Checkpoint) -> Result<Decoder> {
+        Decoder::read(checkpoint)
+            .within(|| format!("while opening the reference for {}", checkpoint.dir.display()))
+    }
+
+    fn read(checkpoint: &Checkpoint) -> Result<Decoder> {
+        let plan = Plan::read(&checkpoint.config)?;
+        let root = Scope::root(&checkpoint.tensors);
+        let base = base(&plan, &root)?;
+        let norm = |name: &str| Norm::open(&plan, &base, name);
+        let words = base.join(plan.family.words).tensor("weight")?;
+        let projection = |name: &str| {
+            base.has(&format!("{name}.weight")).then(|| Linear::open(&plan, &base, name)).transpose()
+        };
+        let positions = match plan.family.positions {
+            Some((name, first)) => Some((base.join(name).tensor("weight")?, first)),
+            None => None,
+        };
+        let mut layers = Vec::with_capacity(plan.layers.len());
+        for (i, layer) in plan.layers.iter().enumerate() {
+            layers.push(Layer::open(&plan, layer, &base.join(format!("{}.{i}", plan.family.layers)))?);
+        }
+        let head = root.join(plan.family.head);
+        let head_weight =
+            if plan.tied && !head.has("weight") { words.clone() } else { head.tensor("weight")? };
+        Ok(Decoder {
+            words_norm: plan.family.words_norm.map(norm).transpose()?,
+            final_norm: plan.family.final_norm.map(norm).transpose()?,
+            project_in: projection("project_in")?,
+            project_out: projection("project_out")?,
+            head: Linear::of(&head, head_weight)?,
+            words,
+            positions,
+            layers,
+            plan,
+        })
+    }
+
+    /// Runs all tokens; without a mask, none is padding. Positions are counted over what is not padding.
+    pub fn forward(&self, ids: &[Vec<u32>], attention_mask: Option<&[Vec<u32>]>) -> Result<DecoderOutput> {
+        let ones = || ids.iter().map(|row| vec![1; row.len()]).collect();
+        let inputs = Inputs {
+            input_ids: ids.to_vec(),
+            attention_mask: attention_mask.map_or_else(ones, <[_]>::to_vec),
+            token_type_ids: None,
+        };
+        check(&inputs)?;
+        self.run(&inputs).within(|| format!("while running the reference, a {}", self.plan.family.model_type))
+    }
+
+    fn run(&self, inputs: &Inputs) -> Result<DecoderOutput> {
+        let plan = &self.plan;
+        let places = Places::new(plan, inputs)?;
+        let mut x = self.embed(inputs, &places)?;
+        let mut taps = vec![x.clone()];
+        let mut biases = BTreeMap::new();
+        for (layer, numbers) in self.layers.iter().zip(&plan.layers) {
+            // ALiBi is scaled with the scores, and those of its families have one scale.
+            let bias = match biases.entry(numbers.window) {
+                std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
+                std::collections::btree_map::Entry::Vacant(new) => {
+                    new.insert(places.bias(plan, inputs, numbers)?)
+                }
+            };
+            let attend = |x: &Tensor| layer.attention.run(plan, numbers, &places, bias, x);
+            x = layer.run(plan, &x, attend)?;
+            taps.push(x.clone());
+        }
+        if let Some(norm) = &self.final_norm {
+            x = norm.run(&x)?;
+        }
+        if let Some(project) = &self.project_out {
+            x = project.run(&x)?;
+        }
+        let logits = (self.head.run(&x)? * plan.logits_scale)?;
+        let logits = plan.logit_cap.map_or(Ok(logits.clone()), |cap| soft_cap(&logits, cap))?;
+        Ok(DecoderOutput { logits, last_hidden_state: x, taps })
+    }
+
+    fn embed(&self, inputs: &Inputs, places: &Places) -> Result<Tensor> {
+        let mut x =
+            (rows(&self.words, &inputs.input_ids).at(self.plan.family.words)? * self.plan.words_scale)?;
+        if let Some(norm) = &self.words_norm {
+            x = norm.run(&x)?;
+        }
+        if let Some(project) = &self.project_in {
+            x = project.run(&x)?;
+        }
+        if let Some((table, first)) = &self.positions {
+            let index: Vec<Vec<u32>> =
+                places.positions.iter().map(|row| row.iter().map(|p| p + first).collect()).collect();
+            x = (x + rows(table, &index).at("positions")?)?;
+        }
+        Ok(x)
+    }
+}
+
+/// Where the bare model is.
+fn base<'a>(plan: &Plan, root: &Scope<'a>) -> Result<Scope<'a>> {
+    let words = format!("{}.weight", plan.family.words);
+    let places = plan.family.bases.iter().map(|b| if b.is_empty() { root.clone() } else { root.join(*b) });
+    let mut places = places.filter(|scope| scope.has(&words));
+    let first = plan.family.bases.first().copied().unwrap_or_default();
+    places.next().ok_or_else(|| root.missing(&format!("{first}.{words}")))
+}
+
+struct Layer {
+    attention: Attention,
+    mlp: Mlp,
+    before_attention: Option<Norm>,
+    after_attention: Option<Norm>,
+    before_mlp: Option<Norm>,
+    after_mlp: Option<Norm>,
+}
+
+impl Layer {
+    fn open(plan: &Plan, layer: &LayerPlan, scope: &Scope<'_>) -> Result<Layer> {
+        let norm = |name: Option<&str>| name.map(|name| Norm::open(plan, scope, name)).transpose();
+        let names = plan.family.norms;
+        Ok(Layer {
+            attention: Attention::open(plan, scope)?,
+            mlp: Mlp::open(plan, scope, layer.sparse)?,
+            before_attention: norm(names.before_attention)?,
+            after_attention: norm(names.after_attention)?,
+            before_mlp: norm(names.before_mlp)?,
+            after_mlp: norm(names.after_mlp)?,
+        })
+    }
+
+    fn run(&self, plan: &Plan, x: &Tensor, attend: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let mlp = |x: &Tensor| self.mlp.run(&plan.act, x);
+        let scaled = |x: Tensor| Ok::<_, Error>((x * plan.residual_scale)?);
+        if plan.family.order == Order::NormedSums {
+            let sum = normed(self.after_attention.as_ref(), &(x + attend(x)?)?)?;
+            return normed(self.after_mlp.as_ref(), &(&sum + mlp(&sum)?)?);
+        }
+        let entered = normed(self.before_attention.as_ref(), x)?;
+        let attended = scaled(normed(self.after_attention.as_ref(), &attend(&entered)?)?)?;
+        let sum = (x + attended)?;
+        let entered = match (plan.family.order, &self.before_mlp) {
+            (Order::Parallel, None) => entered,
+            (Order::Parallel, Some(norm)) => norm.run(x)?,
+            (_, norm) => normed(norm.as_ref(), &sum)?,
+        };
+        Ok((sum + scaled(normed(self.after_mlp.as_ref(), &mlp(&entered)?)?)?)?)
+    }
+}
+
+fn normed(norm: Option<&Norm>, x: &Tensor) -> Result<Tensor> {
+    norm.map_or_else(|| Ok(x.clone()), |norm| norm.run(x))
+}
