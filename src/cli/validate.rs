@@ -10,25 +10,35 @@ use serde_json::json;
 
 use super::{
     Answer, print_json,
-    run::{function_name, read_tensors},
+    run::{batch_and_tokens, function_name, read_tensors},
     sample,
 };
 use crate::{
     bail,
     checkpoint::{Checkpoint, Task},
-    error::{Error, Result},
+    error::{Context, Error, Result},
     interp::{
         Machine, Precision,
         compare::{Comparison, compare, divergence, kept_rows, top_k},
     },
-    mil::{DType, Program, Type},
+    mil::{DType, Program, TensorType, Type},
     ops::Val,
     package::{self, Package},
     reference::{self, Inputs},
     ui,
 };
 
+const EXAMPLES: &str = "\
+Every output is compared, padding left out, and must agree: fp16 packages within 50 dB, fp32 ones within
+1e-4 of the spread. The exit code is 0 for PASS, 1 for FAIL, 2 when there was nothing to judge.
+
+Examples:
+  silane validate bert.mlpackage --reference bert/
+  silane validate bert.mlpackage --reference outputs.safetensors
+  silane validate bert/ --reference outputs.safetensors";
+
 #[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Args {
     /// The package to validate; or a checkpoint, to compare silane's own reference with stored outputs
     package: PathBuf,
@@ -119,14 +129,12 @@ pub(super) fn against_checkpoint(path: &Path, checkpoint: &Checkpoint, precision
     let package = package::open_program(path)?;
     let contract = contract(&package)?;
     let task: Task = contract["task"].as_str().unwrap_or_default().parse()?;
-    let size = |key: &str| {
-        let n = contract[key].as_u64().and_then(|n| usize::try_from(n).ok());
-        n.ok_or_else(|| Error::new(format!("{}: the contract has no `{key}`", path.display())))
-    };
     let name = function_name(&package.program, None)?;
-    let types = package.program.functions[&name].inputs.len() == 3;
+    let function = &package.program.functions[&name];
+    let [batch, tokens] = batch_and_tokens(function).at(path.display())?;
+    let types = function.inputs.iter().any(|id| function.name(*id) == "token_type_ids");
     let mut runner = Runner::new(&package.program, &name, precision);
-    for inputs in sample::rounds(checkpoint, size("batch")?, size("sequence_length")?, types)? {
+    for inputs in sample::rounds(checkpoint, batch, tokens, types)? {
         let expected = reference::encoder(checkpoint, task, &inputs)?;
         let expected = expected.into_iter().map(|(n, t)| (n, Val::Tensor(t))).collect();
         runner.round(&tensors_of(&inputs)?, &expected)?;
@@ -187,7 +195,9 @@ impl<'a> Runner<'a> {
         let mut given = BTreeMap::new();
         for id in function.inputs.iter().filter(|id| function.ty(**id).as_tensor().is_some()) {
             let name = function.name(*id);
-            given.insert(name.to_string(), input(inputs, name)?);
+            let value = input(inputs, name)?;
+            fits(name, &value, function.ty(*id))?;
+            given.insert(name.to_string(), value);
         }
         if let Some(types) = inputs.get("token_type_ids")
             && !given.contains_key("token_type_ids")
@@ -202,6 +212,24 @@ impl<'a> Runner<'a> {
 
     fn report(self) -> Result<Report> {
         self.pairs.report(self.limit)
+    }
+}
+
+/// Refuses an input of another size than the package takes.
+fn fits(name: &str, value: &Val, ty: &Type) -> Result<()> {
+    let (seen, wanted) = (value.tensor()?.dims(), ty.as_tensor().and_then(TensorType::shape));
+    match (seen, wanted) {
+        (seen, Some(wanted)) if seen != wanted => {
+            let error =
+                Error::new(format!("the reference's `{name}` is {seen:?}, the package takes {wanted:?}"));
+            Err(match seen {
+                [rows, tokens] => {
+                    error.hint(format!("convert with `--batch {rows} --sequence-length {tokens}`"))
+                }
+                _ => error,
+            })
+        }
+        _ => Ok(()),
     }
 }
 
