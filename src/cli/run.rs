@@ -255,8 +255,8 @@ impl Host {
             }
             "pre-training" => {
                 let logits = first_row("logits")?;
-                for i in 0..encoding.ids.len() {
-                    let replaced = 1.0 / (1.0 + (-logits[i]).exp());
+                for (i, logit) in logits.iter().enumerate().take(encoding.ids.len()) {
+                    let replaced = 1.0 / (1.0 + (-logit).exp());
                     ui::data(format_args!("{replaced:.4}  {}", token(i)));
                 }
             }

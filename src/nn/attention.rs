@@ -118,7 +118,7 @@ impl Net<'_> {
     }
 
     fn split_evenly(&self, name: &str, channels: usize, heads: usize) -> Result<()> {
-        if heads == 0 || channels % heads != 0 {
+        if heads == 0 || !channels.is_multiple_of(heads) {
             bail!("{}: {channels} channels do not split into {heads} heads", self.place(name));
         }
         Ok(())

@@ -12,3 +12,4 @@ mod models;
 mod ops;
 mod package;
 mod reference;
+mod tidy;

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Converts language models and generates with each package, one table row a checkpoint.
+
+    decoders.py --silane target/debug/silane [--oracle milrun.py] --work DIR CHECKPOINT[=REFERENCE.safetensors] ...
+
+The packages are run by the oracle, an independent executor of ML Programs: the prompt's full chunks through
+`prefill`, all else through `decode`, over one state. The stored greedy generation of Transformers is what is expected:
+
+    fp32     logits of the package that holds fp32 weights: largest difference relative to the spread
+    PSNR     logits of the fp16 package in fp16, in dB
+    tokens   how many of the generated tokens are the same, in fp16
+    check    problems that coremltools and the oracle's checks find
+    same     whether a second conversion, with another number of threads, gives the same bytes
+
+Without an oracle the packages are only loaded.
+"""
+
+import importlib.util
+import sys
+
+import numpy as np
+from encoders import PASS, Refused, convert, main, same_tree
+from safetensors.numpy import load_file
+
+COLUMNS = {"fp32": 8, "PSNR": 6, "tokens": 6, "check": 5, "same": 4}
+CHUNK = 4
+
+
+def row(outside, folder, reference, work):
+    """Whether all is well, and the cells."""
+    tensors = load_file(reference)
+    prompt, expected = tensors["greedy.prompt_ids"][0], tensors["greedy.token_ids"][0]
+    context = -(-(len(prompt) + len(expected)) // 32) * 32
+    half, again, full = (work / f"{n}.mlpackage" for n in ("half", "again", "full"))
+    flags = ("--context-length", context, "--prefill-chunk", CHUNK)
+    convert(outside, folder, half, "1", *flags)
+    convert(outside, folder, again, "2", *flags)
+    convert(outside, folder, full, "2", "--precision", "fp32", *flags)
+    same = same_tree(half, again)
+    problems = outside.problems(half)
+    good = same and not problems
+    cells = ["-", "-", "-", str(len(problems)), "yes" if same else "NO"]
+    if outside.oracle:
+        logits = tensors["greedy.logits"].astype(np.float64)
+        spread = np.ptp(logits)
+        exact, rounded = (generate(outside, p, prompt, expected, f) for p, f in ((full, "fp32"), (half, "fp16")))
+        error = np.abs(exact - logits).max() / spread
+        noise = np.sqrt(np.square(rounded - logits).mean())
+        psnr = 20 * np.log10(spread / max(noise, 1e-30))
+        tokens = int((rounded.argmax(-1) == expected).sum())
+        good = bool(good and error <= PASS["fp32"] and psnr >= PASS["psnr"] and tokens == len(expected))
+        cells[:3] = [f"{error:.1e}", f"{psnr:.1f}", f"{tokens}/{len(expected)}"]
+    return good, cells
+
+
+def generate(outside, path, prompt, expected, precision):
+    """Logits of each generated token, the expected ones being fed."""
+    package = executor(outside.oracle).Package(path)
+    state = package.make_state("decode")
+
+    def step(function, ids, position):
+        feeds = {"input_ids": ids[None], "position_ids": np.arange(position, position + len(ids))[None]}
+        feeds = {name: value.astype(np.int32) for name, value in feeds.items()}
+        return package.predict(feeds, state, function, precision)["logits"][0, -1].astype(np.float64)
+
+    ids = np.concatenate([prompt, expected])
+    prefilled = (len(prompt) - 1) // CHUNK * CHUNK
+    for position in range(0, prefilled, CHUNK):
+        step("prefill", ids[position:position + CHUNK], position)
+    logits = [step("decode", ids[position:position + 1], position) for position in range(prefilled, len(ids) - 1)]
+    return np.stack(logits[-len(expected):])
+
+
+def executor(path):
+    if "oracle" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("oracle", path)
+        sys.modules["oracle"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["oracle"])
+    return sys.modules["oracle"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, COLUMNS, row))
