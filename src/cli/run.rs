@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Answer, validate::Precise};
+use super::{Answer, generate, session::Model, validate::Precise};
 use crate::{
     bail,
     checkpoint::{Encoding, Tokenizer},
@@ -52,9 +52,17 @@ pub(super) struct Args {
     /// How many labels, or candidates for a masked token, to show
     #[arg(long, value_name = "N", default_value_t = 5)]
     top: usize,
+    #[command(flatten, next_help_heading = "Language models")]
+    sampling: generate::Sampling,
 }
 
 pub(super) fn run(args: &Args) -> Result<Answer> {
+    if args.inputs.is_none()
+        && let Some(model) = Model::open_causal(&args.package)?
+    {
+        let tokenizer = args.tokenizer.clone().unwrap_or_else(|| model.folder.clone());
+        return generate::run(&model, &tokenizer, &args.prompts, args.precision.into(), &args.sampling);
+    }
     if args.prompts.is_empty() && args.inputs.is_none() {
         bail!("there is nothing to run on"; hint: "give a text with `--prompt`, or tensors with `--inputs`");
     }
