@@ -133,7 +133,9 @@ struct Chunk(Option<usize>);
 fn chunk(text: &str) -> std::result::Result<Chunk, String> {
     match text {
         "off" => Ok(Chunk(None)),
-        _ => text.parse().map(|n| Chunk(Some(n))).map_err(|_| "a number of tokens or `off` is expected".into()),
+        _ => {
+            text.parse().map(|n| Chunk(Some(n))).map_err(|_| "a number of tokens or `off` is expected".into())
+        }
     }
 }
 
@@ -242,7 +244,10 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
         chunks: Chunks {
             contexts: args.context_length.clone(),
             // A short context is prefilled in chunks that fit it.
-            chunk: args.prefill_chunk.0.map(|c| c.min(args.context_length.iter().copied().min().unwrap_or(c))),
+            chunk: args
+                .prefill_chunk
+                .0
+                .map(|c| c.min(args.context_length.iter().copied().min().unwrap_or(c))),
             all_logits: matches!(args.logits, Logits::All),
             update: match args.cache_update {
                 CacheUpdate::Slice => Update::Slice,
@@ -288,7 +293,8 @@ fn write(
         return Ok((saved.model_bytes, saved.weight_bytes));
     }
     let parent = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let beside = tempfile::Builder::new().prefix(".silane-").tempdir_in(parent).map_err(|e| io(parent, &e))?;
+    let beside =
+        tempfile::Builder::new().prefix(".silane-").tempdir_in(parent).map_err(|e| io(parent, &e))?;
     let new = beside.path().join("new");
     std::fs::create_dir(&new).map_err(|e| io(&new, &e))?;
     let (mut model, mut weights) = (0, 0);

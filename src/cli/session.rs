@@ -196,7 +196,9 @@ impl Session<'_> {
                     ("input_ids", _) => ids.clone(),
                     ("position_ids", _) => positions.clone(),
                     ("hidden_states", Some(x)) => x.clone(),
-                    (other, _) => bail!("function `{function}` wants `{other}`, which the contract does not know"),
+                    (other, _) => {
+                        bail!("function `{function}` wants `{other}`, which the contract does not know")
+                    }
                 };
                 inputs.insert(name, value);
             }

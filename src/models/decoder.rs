@@ -130,7 +130,8 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
         bail!("a context of 0 tokens is asked for");
     };
     let mut shape = (decoder.shape)(&config, capacity)?;
-    let bare = decoder.bases.iter().find(|b| checkpoint.tensors.names().any(|n| n.starts_with(&format!("{b}."))));
+    let bare =
+        decoder.bases.iter().find(|b| checkpoint.tensors.names().any(|n| n.starts_with(&format!("{b}."))));
     shape.base = bare.copied().unwrap_or_default().to_string();
     if capacity > shape.longest {
         let longest = shape.longest;

@@ -6,8 +6,7 @@
 
 use super::{
     decoder::{Decoder, Ids, Place, Shape, text_config},
-    llama,
-    shapes,
+    llama, shapes,
 };
 use crate::{
     checkpoint::Config,
@@ -95,7 +94,11 @@ fn later(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
             },
             false => HeadNorm::None,
         };
-        #[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "factors of 32 bits")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_precision_loss,
+            reason = "factors of 32 bits"
+        )]
         let attention = Attention {
             scale: config.f64_or(&["query_pre_attn_scalar"], shape.heads.dim as f64)?.powf(-0.5) as f32,
             soft_cap: config.opt_f64(&["attn_logit_softcapping"])?.map(|c| c as f32),
@@ -132,16 +135,20 @@ fn logits2(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Hidden> {
 
 /// Every other layer has a window, the first one too.
 fn shape2(config: &Config, context: usize) -> Result<Shape> {
-    shapes::shape(config, context, &shapes::Plain {
-        window: |config, layer| {
-            let slides = match shapes::layer_type(config, layer) {
-                Some(kind) => kind == "sliding_attention",
-                None => layer % 2 == 0,
-            };
-            if slides { config.opt_usize(&["sliding_window"]) } else { Ok(None) }
+    shapes::shape(
+        config,
+        context,
+        &shapes::Plain {
+            window: |config, layer| {
+                let slides = match shapes::layer_type(config, layer) {
+                    Some(kind) => kind == "sliding_attention",
+                    None => layer % 2 == 0,
+                };
+                if slides { config.opt_usize(&["sliding_window"]) } else { Ok(None) }
+            },
+            ..shapes::Plain::LLAMA
         },
-        ..shapes::Plain::LLAMA
-    })
+    )
 }
 
 /// Layers with a window have a rotation of their own, without scaling.
@@ -152,7 +159,9 @@ fn shape3(config: &Config, context: usize) -> Result<Shape> {
     let global = Rope::of(config, theta, scaling, dims, context)?;
     let local_theta = match config.opt_f64(&["rope_local_base_freq"])? {
         Some(theta) => theta,
-        None if config.get(&["rope_parameters"]).is_some() => shapes::theta(config, Some("sliding_attention"))?.0,
+        None if config.get(&["rope_parameters"]).is_some() => {
+            shapes::theta(config, Some("sliding_attention"))?.0
+        }
         None => 10000.0,
     };
     let local = Rope::of(config, local_theta, None, dims, context)?;

@@ -106,8 +106,7 @@ fn neo_window(config: &Config, layer: usize) -> Result<Option<usize>> {
     let types = config.get(&["attention_types"]).and_then(|t| t.as_array()).cloned().unwrap_or_default();
     let mut kinds = Vec::new();
     for group in &types {
-        let names: Vec<&str> =
-            group[0].as_array().into_iter().flatten().filter_map(|k| k.as_str()).collect();
+        let names: Vec<&str> = group[0].as_array().into_iter().flatten().filter_map(|k| k.as_str()).collect();
         for _ in 0..group[1].as_u64().unwrap_or(1).min(1024) {
             kinds.extend(names.iter().copied());
         }

@@ -36,11 +36,16 @@ pub(super) static QWEN2: Decoder = Decoder {
     ..LLAMA
 };
 
-pub(super) static GRANITE: Decoder = Decoder { embed: granite_embed, layer: granite, logits: granite_logits, ..LLAMA };
+pub(super) static GRANITE: Decoder =
+    Decoder { embed: granite_embed, layer: granite, logits: granite_logits, ..LLAMA };
 
 pub(super) static SMOLLM3: Decoder = Decoder {
     shape: |config, context| {
-        shapes::shape(config, context, &Plain { rotates: smollm3_rotates, window: qwen2_window, ..Plain::LLAMA })
+        shapes::shape(
+            config,
+            context,
+            &Plain { rotates: smollm3_rotates, window: qwen2_window, ..Plain::LLAMA },
+        )
     },
     ..LLAMA
 };
@@ -56,13 +61,19 @@ pub(super) fn eps(n: &Net<'_>) -> Result<f64> {
 }
 
 pub(super) fn act(n: &Net<'_>) -> Result<Act> {
-    Act::parse(super::decoder::text_config(n.checkpoint).str_or(&["hidden_act", "hidden_activation"], "silu")?)
+    Act::parse(
+        super::decoder::text_config(n.checkpoint).str_or(&["hidden_act", "hidden_activation"], "silu")?,
+    )
 }
 
 /// Attention with separate projections and the usual scale.
 pub(super) fn attention(n: &Net<'_>, shape: &Shape, norm: HeadNorm) -> Result<Attention> {
     Ok(Attention {
-        qkv: [n.projection("self_attn.q_proj")?, n.projection("self_attn.k_proj")?, n.projection("self_attn.v_proj")?],
+        qkv: [
+            n.projection("self_attn.q_proj")?,
+            n.projection("self_attn.k_proj")?,
+            n.projection("self_attn.v_proj")?,
+        ],
         scale: Net::score_scale(shape.heads.dim),
         soft_cap: None,
         norm,
@@ -118,7 +129,8 @@ fn qwen2_window(config: &Config, layer: usize) -> Result<Option<usize>> {
     let slides = match shapes::layer_type(config, layer) {
         Some(kind) => kind == "sliding_attention",
         None => {
-            config.bool_or(&["use_sliding_window"], false)? && layer >= config.usize_or(&["max_window_layers"], 0)?
+            config.bool_or(&["use_sliding_window"], false)?
+                && layer >= config.usize_or(&["max_window_layers"], 0)?
         }
     };
     if slides { config.opt_usize(&["sliding_window"]) } else { Ok(None) }

@@ -65,7 +65,10 @@ pub static FAMILIES: &[Family] = &[
     Family { model_types: &["qwen2"], frame: Frame::Decoder(&llama::QWEN2) },
     Family { model_types: &["qwen3"], frame: Frame::Decoder(&qwen3::QWEN3) },
     Family { model_types: &["qwen3_moe"], frame: Frame::Decoder(&qwen3::QWEN3_MOE) },
-    Family { model_types: &["roberta", "xlm-roberta", "camembert"], frame: Frame::Encoder(&roberta::ROBERTA) },
+    Family {
+        model_types: &["roberta", "xlm-roberta", "camembert"],
+        frame: Frame::Encoder(&roberta::ROBERTA),
+    },
     Family { model_types: &["smollm3"], frame: Frame::Decoder(&llama::SMOLLM3) },
     Family { model_types: &["stablelm"], frame: Frame::Decoder(&phi::STABLELM) },
     Family { model_types: &["starcoder2"], frame: Frame::Decoder(&phi::STARCODER2) },

@@ -49,8 +49,7 @@ pub(super) static BLOOM: Decoder = Decoder {
     ..GPT_NEOX
 };
 
-pub(super) static FALCON: Decoder =
-    Decoder { shape: falcon_shape, embed: words, layer: falcon, ..BLOOM };
+pub(super) static FALCON: Decoder = Decoder { shape: falcon_shape, embed: words, layer: falcon, ..BLOOM };
 
 fn words(n: &mut Net<'_>, shape: &Shape, ids: &Ids) -> Result<Hidden> {
     llama::embed(n, shape, ids)
@@ -64,12 +63,19 @@ fn eps(n: &Net<'_>) -> Result<f64> {
 fn per_head(n: &Net<'_>, name: &str, shape: &Shape) -> Result<[Projection; 3]> {
     let (heads, d) = (shape.heads.query, shape.heads.dim);
     let fused = n.projection(name)?;
-    let part = |i: usize| fused.clone().take((0..heads).flat_map(move |h| (h * 3 + i) * d..(h * 3 + i + 1) * d));
+    let part =
+        |i: usize| fused.clone().take((0..heads).flat_map(move |h| (h * 3 + i) * d..(h * 3 + i + 1) * d));
     Ok([part(0), part(1), part(2)])
 }
 
 fn plain(shape: &Shape, qkv: [Projection; 3]) -> Attention {
-    Attention { qkv, scale: Net::score_scale(shape.heads.dim), soft_cap: None, norm: HeadNorm::None, slopes: None }
+    Attention {
+        qkv,
+        scale: Net::score_scale(shape.heads.dim),
+        soft_cap: None,
+        norm: HeadNorm::None,
+        slopes: None,
+    }
 }
 
 fn neox(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
@@ -91,7 +97,8 @@ fn neox(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidd
 }
 
 fn bloom(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
-    let normed_residual = n.checkpoint.config.bool_or(&["apply_residual_connection_post_layernorm"], false)?;
+    let normed_residual =
+        n.checkpoint.config.bool_or(&["apply_residual_connection_post_layernorm"], false)?;
     let eps = eps(n)?;
     n.within(&format!("h.{}", place.layer), |n| {
         let attention = Attention {
@@ -114,7 +121,10 @@ fn falcon_shape(config: &Config, context: usize) -> Result<Shape> {
     let rotary = if alibi { 0.0 } else { 1.0 };
     let mut shape =
         shapes::shape(config, context, &Plain { embedding: "word_embeddings", rotary, ..Plain::LLAMA })?;
-    shape.heads.kv = match (config.bool_or(&["new_decoder_architecture"], false)?, config.bool_or(&["multi_query"], true)?) {
+    shape.heads.kv = match (
+        config.bool_or(&["new_decoder_architecture"], false)?,
+        config.bool_or(&["multi_query"], true)?,
+    ) {
         (true, _) => config.usize_or(&["num_kv_heads"], shape.heads.query)?,
         (false, true) => 1,
         (false, false) => shape.heads.query,

@@ -40,7 +40,12 @@ impl Plain {
 /// The shape of a decoder with one rotation for all layers that rotate.
 pub(super) fn shape(config: &Config, context: usize, plain: &Plain) -> Result<Shape> {
     let mut shape = sizes(config, plain.embedding)?;
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "a head's size")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a head's size"
+    )]
     let dims = (shape.heads.dim as f64 * plain.rotary) as usize;
     let rope = match dims {
         0 => None,
@@ -136,7 +141,9 @@ impl Net<'_> {
         }
         if !self.checkpoint.config.tied_embeddings()?.unwrap_or(tied) {
             let e = self.checkpoint.tensors.missing(&own);
-            return Err(e.hint("config.json says that head and embedding are not tied, so the head must be there"));
+            return Err(
+                e.hint("config.json says that head and embedding are not tied, so the head must be there")
+            );
         }
         let table = match shape.base.as_str() {
             "" => format!("{}.weight", shape.embedding),

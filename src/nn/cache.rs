@@ -11,13 +11,7 @@
 //!
 //! where G query heads share each of H kv heads, N is the context and T the number of tokens.
 
-use super::{
-    Hidden, Net,
-    attention::BLOCKED,
-    rms::correction,
-    rotary::Rope,
-    stack::Projection,
-};
+use super::{Hidden, Net, attention::BLOCKED, rms::correction, rotary::Rope, stack::Projection};
 use crate::{
     bail,
     error::Result,
@@ -87,11 +81,24 @@ struct Prepared {
 pub enum HeadNorm {
     None,
     /// RMSNorm of each head with one weight for all: names of the query's and the key's.
-    Rms { query: &'static str, key: &'static str, eps: f64, plus: f32 },
+    Rms {
+        query: &'static str,
+        key: &'static str,
+        eps: f64,
+        plus: f32,
+    },
     /// RMSNorm over all heads together.
-    RmsWhole { query: &'static str, key: &'static str, eps: f64 },
+    RmsWhole {
+        query: &'static str,
+        key: &'static str,
+        eps: f64,
+    },
     /// LayerNorm of each head: weights and biases of all heads, `[heads · dim]`.
-    Layer { query: (Weight, Option<Weight>), key: (Weight, Option<Weight>), eps: f64 },
+    Layer {
+        query: (Weight, Option<Weight>),
+        key: (Weight, Option<Weight>),
+        eps: f64,
+    },
 }
 
 /// One layer's attention.
@@ -167,11 +174,8 @@ impl Steps {
     pub fn finish(&mut self, n: &mut Net<'_>) -> Result<()> {
         if self.update == Update::Blend {
             let rows: Vec<ValueId> = self.blended.iter().flatten().copied().collect();
-            let all = n.op(
-                "concat",
-                "cache_blended",
-                [("values", In::from(rows.as_slice())), ("axis", 0.into())],
-            )?;
+            let all =
+                n.op("concat", "cache_blended", [("values", In::from(rows.as_slice())), ("axis", 0.into())])?;
             n.ops("write_state", "cache_write_state", [("input", self.state.into()), ("data", all.into())])?;
         }
         Ok(())
@@ -258,11 +262,7 @@ impl Net<'_> {
         let parts = self.ops(
             "split",
             &format!("{name}.parts"),
-            [
-                ("x", qkv.into()),
-                ("split_sizes", In::from(&[size(both), size(kv)][..])),
-                ("axis", 1.into()),
-            ],
+            [("x", qkv.into()), ("split_sizes", In::from(&[size(both), size(kv)][..])), ("axis", 1.into())],
         )?;
         let (qk, v) = (parts[0], parts[1]);
         let qk = self.head_norm(name, h, &a.norm, order.as_deref(), scale, qk)?;
@@ -351,7 +351,8 @@ impl Net<'_> {
                 let x = self.reshape(&format!("{name}.heads"), qk, &per_head)?;
                 let y = self.mirrored_norm(&format!("{name}.qk"), x, h.dim, *eps, 1.0, None)?;
                 let factor = correction(h.dim, h.padded);
-                let (q, k) = (self.source(&format!("{query}.weight"))?, self.source(&format!("{key}.weight"))?);
+                let (q, k) =
+                    (self.source(&format!("{query}.weight"))?, self.source(&format!("{key}.weight"))?);
                 let weights = self.head_weights(
                     &format!("(w + {plus}) × {factor}, queries × {scale}"),
                     h,
@@ -372,8 +373,7 @@ impl Net<'_> {
                     ],
                 )?;
                 let mut normed = Vec::new();
-                for (x, norm, heads, scale) in
-                    [(parts[0], query, h.query, scale), (parts[1], key, h.kv, 1.0)]
+                for (x, norm, heads, scale) in [(parts[0], query, h.query, scale), (parts[1], key, h.kv, 1.0)]
                 {
                     let (real, padded) = (heads * h.dim, heads * h.padded);
                     let factor = correction(real, padded) * scale;
@@ -384,7 +384,8 @@ impl Net<'_> {
                         let mut all = vec![0.0; 2 * padded + 2];
                         for head in 0..heads {
                             for (to, from) in order.iter().enumerate() {
-                                all[head * wide + to] = w.get(head * dim + from).copied().unwrap_or(0.0) * factor;
+                                all[head * wide + to] =
+                                    w.get(head * dim + from).copied().unwrap_or(0.0) * factor;
                             }
                         }
                         Ok(all)
@@ -406,11 +407,17 @@ impl Net<'_> {
                 )?;
                 let tight = Heads { padded: h.dim, ..h };
                 let sides = |w: &Weight, k: &Weight| [(w.clone(), h.query, scale), (k.clone(), h.kv, 1.0)];
-                let weights =
-                    self.head_weights(&format!("queries × {scale}"), tight, order.clone(), sides(&query.0, &key.0), 0.0);
+                let weights = self.head_weights(
+                    &format!("queries × {scale}"),
+                    tight,
+                    order.clone(),
+                    sides(&query.0, &key.0),
+                    0.0,
+                );
                 let mut y = self.binary("mul", &format!("{name}.qk_scaled"), y, weights)?;
                 if let (Some(q), Some(k)) = (&query.1, &key.1) {
-                    let biases = self.head_weights(&format!("queries × {scale}"), tight, order, sides(q, k), 0.0);
+                    let biases =
+                        self.head_weights(&format!("queries × {scale}"), tight, order, sides(q, k), 0.0);
                     y = self.binary("add", &format!("{name}.qk_shifted"), y, biases)?;
                 }
                 if h.dim == h.padded {
@@ -419,7 +426,11 @@ impl Net<'_> {
                 let rest = [h.query + h.kv, h.padded - h.dim, 1, self.tokens];
                 let zeros = self.constant("zeros", &rest, vec![0.0; rest.iter().product()]);
                 let values: Vec<_> = [In::from(y), zeros].into_iter().flat_map(In::into_args).collect();
-                self.op("concat", &format!("{name}.qk_padded"), [("values", In::from(values)), ("axis", 1.into())])
+                self.op(
+                    "concat",
+                    &format!("{name}.qk_padded"),
+                    [("values", In::from(values)), ("axis", 1.into())],
+                )
             }
         }
     }
@@ -433,7 +444,10 @@ impl Net<'_> {
         sides: [(Weight, usize, f32); 2],
         plus: f32,
     ) -> Weight {
-        let key = format!("{} & {} heads {h:?} {how} order {order:?} {}", sides[0].0.key, sides[1].0.key, self.float);
+        let key = format!(
+            "{} & {} heads {h:?} {how} order {order:?} {}",
+            sides[0].0.key, sides[1].0.key, self.float
+        );
         let float = self.float;
         Weight::new(key, float, [h.query + h.kv, h.padded, 1, 1], move || {
             let mut all = Vec::new();
@@ -569,7 +583,8 @@ fn spread(p: Projection, heads: usize, h: Heads, order: Option<&[usize]>) -> Pro
         };
         p.rows.get(head * h.dim + from).copied().flatten()
     };
-    let rows = (0..heads).flat_map(|head| (0..h.padded).map(move |i| (head, i))).map(|(head, i)| row(head, i));
+    let rows =
+        (0..heads).flat_map(|head| (0..h.padded).map(move |i| (head, i))).map(|(head, i)| row(head, i));
     Projection { rows: rows.collect(), ..p }
 }
 
@@ -580,7 +595,8 @@ fn size(n: usize) -> i32 {
 /// 0, 1, 2 … as int32.
 fn iota(n: usize, shape: &[usize]) -> In {
     let values = (0..size(n)).collect();
-    Const::literal(TensorType::new(DType::I32, shape.iter().copied()), crate::mil::Literal::Ints(values)).into()
+    Const::literal(TensorType::new(DType::I32, shape.iter().copied()), crate::mil::Literal::Ints(values))
+        .into()
 }
 
 /// Where the new tokens go in each row of the state: begins and ends `[row, 0, position, 0]`, all from two
@@ -605,10 +621,9 @@ fn bounds(
     let moving = n.binary("mul", "position_in_rows", vector(&|_| [0, 0, 1, 0]), first)?;
     let tokens = n.tokens;
     let mut bounds = Vec::new();
-    for (name, offsets) in [
-        ("begins", vector(&|r| [r, 0, 0, 0])),
-        ("ends", vector(&|r| [r + 1, h.kv, tokens, h.padded])),
-    ] {
+    for (name, offsets) in
+        [("begins", vector(&|r| [r, 0, 0, 0])), ("ends", vector(&|r| [r + 1, h.kv, tokens, h.padded]))]
+    {
         let all = n.binary("add", name, moving, offsets)?;
         bounds.push(n.split_channels(&format!("{name}_of_rows"), all, 0, rows)?);
     }
@@ -663,8 +678,11 @@ fn mask(
     position_ids: ValueId,
     window: Option<usize>,
 ) -> Result<ValueId> {
-    let (slots, row) =
-        if n.tokens == 1 { ([1, 1, 1, context], [1, 1, 1, 1]) } else { ([1, 1, context, 1], [1, 1, 1, n.tokens]) };
+    let (slots, row) = if n.tokens == 1 {
+        ([1, 1, 1, context], [1, 1, 1, 1])
+    } else {
+        ([1, 1, context, 1], [1, 1, 1, n.tokens])
+    };
     let at = n.reshape(&format!("mask_{kind}_positions"), position_ids, &row)?;
     let mut seen = n.binary("less_equal", &format!("mask_{kind}_past"), iota(context, &slots), at)?;
     if let Some(window) = window.filter(|w| *w < context) {

@@ -56,8 +56,11 @@ impl Net<'_> {
                 None => piece,
                 Some(before) => {
                     let here = self.binary("greater_equal", &format!("{name}_here"), ids, int(start))?;
-                    let here =
-                        self.op("expand_dims", &format!("{name}_rows"), [("x", here.into()), ("axes", [2].into())])?;
+                    let here = self.op(
+                        "expand_dims",
+                        &format!("{name}_rows"),
+                        [("x", here.into()), ("axes", [2].into())],
+                    )?;
                     self.op(
                         "select",
                         &format!("{name}_joined"),

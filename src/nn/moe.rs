@@ -2,11 +2,7 @@
 //! zero for those not chosen, join them. The same numbers as routing, at the cost of all experts.
 
 use super::{Act, Hidden, Net};
-use crate::{
-    error::Result,
-    graph::In,
-    mil::ValueId,
-};
+use crate::{error::Result, graph::In, mil::ValueId};
 
 /// A router and its experts, by name.
 pub struct Experts<'a> {

@@ -46,7 +46,16 @@ impl<'a> Net<'a> {
         batch: usize,
         tokens: usize,
     ) -> Self {
-        Self { checkpoint, builder, float, batch, tokens, transposed_linears: false, residual: 1.0, scope: String::new() }
+        Self {
+            checkpoint,
+            builder,
+            float,
+            batch,
+            tokens,
+            transposed_linears: false,
+            residual: 1.0,
+            scope: String::new(),
+        }
     }
 
     /// Runs `f` with names relative to `name`.
@@ -125,7 +134,9 @@ impl<'a> Net<'a> {
     ) -> Weight {
         let float = self.float;
         let key = format!("{key} {float} {shape:?}");
-        Weight::new(key, float, shape, move || Ok(crate::mil::constant::encode_floats(float, &values())?.into()))
+        Weight::new(key, float, shape, move || {
+            Ok(crate::mil::constant::encode_floats(float, &values())?.into())
+        })
     }
 
     /// A float scalar in the program's element type.

@@ -41,7 +41,11 @@ impl Net<'_> {
         let channels = self.channels(x)?;
         let weight = self.source(&format!("{}.weight", norm.name))?;
         if weight.shape != [channels] {
-            crate::bail!("{}.weight: {:?} does not fit {channels} channels", self.place(norm.name), weight.shape);
+            crate::bail!(
+                "{}.weight: {:?} does not fit {channels} channels",
+                self.place(norm.name),
+                weight.shape
+            );
         }
         let factor = norm.output * correction(channels, channels);
         let how = format!("(w + {}) × {factor}, mirrored", norm.plus);
@@ -74,11 +78,8 @@ impl Net<'_> {
             pair_values(epsilon, &shape),
         );
         let values = [x.into(), minus.into(), pair].into_iter().flat_map(In::into_args).collect::<Vec<_>>();
-        let mirror = self.op(
-            "concat",
-            &format!("{name}_mirror"),
-            [("values", In::from(values)), ("axis", 1.into())],
-        )?;
+        let mirror =
+            self.op("concat", &format!("{name}_mirror"), [("values", In::from(values)), ("axis", 1.into())])?;
         let normed = self.op(
             "layer_norm",
             &format!("{name}_norm"),

@@ -29,7 +29,13 @@ pub struct Rope {
 
 impl Rope {
     /// The rotation that a config asks for on `dims` channels, in a package of `context` positions.
-    pub fn of(config: &Config, theta: f64, scaling: Option<&Json>, dims: usize, context: usize) -> Result<Rope> {
+    pub fn of(
+        config: &Config,
+        theta: f64,
+        scaling: Option<&Json>,
+        dims: usize,
+        context: usize,
+    ) -> Result<Rope> {
         if dims == 0 || dims % 2 != 0 {
             bail!("{}: {dims} rotary channels, an even number is expected", config.path().display());
         }
@@ -64,7 +70,11 @@ impl Rope {
     /// Rows `[context, 2 · dim]`: for each position the factors of a head's `dim` channels as they are,
     /// then those of the channels with the halves exchanged. Channels beyond the rotary ones keep
     /// themselves.
-    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "positions and rounding")]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        reason = "positions and rounding"
+    )]
     pub fn rows(&self, context: usize, dim: usize) -> Vec<f32> {
         let half = self.dims / 2;
         let mut rows = Vec::with_capacity(context * 2 * dim);
@@ -181,11 +191,12 @@ impl Scaling<'_> {
             f / factor * ramp + f * (1.0 - ramp)
         };
         let scale = |factor: f64, m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
-        let attention = match (self.maybe("attention_factor"), self.maybe("mscale"), self.maybe("mscale_all_dim")) {
-            (Some(a), _, _) => a,
-            (None, Some(m), Some(all)) if m > 0.0 && all > 0.0 => scale(factor, m) / scale(factor, all),
-            _ => scale(factor, 1.0),
-        };
+        let attention =
+            match (self.maybe("attention_factor"), self.maybe("mscale"), self.maybe("mscale_all_dim")) {
+                (Some(a), _, _) => a,
+                (None, Some(m), Some(all)) if m > 0.0 && all > 0.0 => scale(factor, m) / scale(factor, all),
+                _ => scale(factor, 1.0),
+            };
         Ok((plain.iter().enumerate().map(blend).collect(), attention))
     }
 
@@ -193,8 +204,7 @@ impl Scaling<'_> {
     fn longrope(&self, plain: &[f64], context: usize) -> Result<(Vec<f64>, f64)> {
         let original = self.original()?;
         #[expect(clippy::cast_precision_loss, reason = "a number of positions")]
-        let (context, longest) =
-            (context as f64, self.config.usize(&["max_position_embeddings"])? as f64);
+        let (context, longest) = (context as f64, self.config.usize(&["max_position_embeddings"])? as f64);
         let key = if context > original { "long_factor" } else { "short_factor" };
         let factors: Vec<f64> = self
             .json
@@ -203,7 +213,11 @@ impl Scaling<'_> {
             .map(|a| a.iter().filter_map(Json::as_f64).collect())
             .unwrap_or_default();
         if factors.len() != plain.len() {
-            bail!("rope type `longrope`: `{key}` has {} factors, {} are expected", factors.len(), plain.len());
+            bail!(
+                "rope type `longrope`: `{key}` has {} factors, {} are expected",
+                factors.len(),
+                plain.len()
+            );
         }
         let stretch = self.maybe("factor").unwrap_or(longest / original);
         let attention = match self.maybe("attention_factor") {

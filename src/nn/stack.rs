@@ -2,11 +2,7 @@
 //! zero rows.
 
 use super::{Hidden, Net};
-use crate::{
-    bail,
-    error::Result,
-    mil::Weight,
-};
+use crate::{bail, error::Result, mil::Weight};
 
 /// Rows of one linear layer, by the checkpoint's name.
 #[derive(Debug, Clone)]
@@ -39,7 +35,10 @@ impl Net<'_> {
             return Ok((weight, bias));
         }
         let turned = weight.map("transposed", crate::mil::DType::F32, [b, a], move |v| {
-            Ok((0..b).flat_map(|o| (0..a).map(move |i| i * b + o)).filter_map(|i| v.get(i).copied()).collect())
+            Ok((0..b)
+                .flat_map(|o| (0..a).map(move |i| i * b + o))
+                .filter_map(|i| v.get(i).copied())
+                .collect())
         });
         Ok((turned, bias))
     }
@@ -53,17 +52,22 @@ impl Net<'_> {
         for p in parts {
             let rows = p.weight.shape[0];
             if p.weight.shape[1] != width || p.rows.iter().flatten().any(|r| *r >= rows) {
-                bail!("{}: {:?} does not have the rows and the width {width} wanted", self.place(name), p.weight.shape);
+                bail!(
+                    "{}: {:?} does not have the rows and the width {width} wanted",
+                    self.place(name),
+                    p.weight.shape
+                );
             }
         }
         let (owned, float) = (parts.to_vec(), self.float);
-        let weight = Weight::new(format!("{} {float}", keys.join(" & ")), float, [out, width, 1, 1], move || {
-            let mut all = Vec::with_capacity(out * width);
-            for p in &owned {
-                p.append(&p.weight.floats()?, width, &mut all);
-            }
-            Ok(crate::mil::constant::encode_floats(float, &all)?.into())
-        });
+        let weight =
+            Weight::new(format!("{} {float}", keys.join(" & ")), float, [out, width, 1, 1], move || {
+                let mut all = Vec::with_capacity(out * width);
+                for p in &owned {
+                    p.append(&p.weight.floats()?, width, &mut all);
+                }
+                Ok(crate::mil::constant::encode_floats(float, &all)?.into())
+            });
         let biased = parts.iter().any(|p| p.bias.is_some());
         let owned = parts.to_vec();
         let bias = biased.then(|| {
