@@ -1,7 +1,5 @@
 //! Checkpoints as they come: what is read, what is refused, and with which words.
 
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "a helper that fails fails its test")]
-
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
