@@ -74,6 +74,12 @@ pub fn count(n: u64) -> String {
     text
 }
 
+/// `1 tensor`, `2 tensors`
+pub fn counted(n: u64, noun: &str) -> String {
+    let s = if n == 1 { "" } else { "s" };
+    format!("{} {noun}{s}", count(n))
+}
+
 /// Columns padded to the widest cell; the first is aligned left, numbers right.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -102,6 +108,7 @@ mod tests {
     fn numbers_are_shown_for_people() {
         assert_eq!([bytes(999), bytes(3_209_084), bytes(2_400_000_000)], ["999 B", "3.2 MB", "2.40 GB"]);
         assert_eq!([count(0), count(999), count(1_234_567)], ["0", "999", "1,234,567"]);
+        assert_eq!([counted(1, "tensor"), counted(1000, "tensor")], ["1 tensor", "1,000 tensors"]);
         let rows = [vec!["conv".into(), "49".into()], vec!["layer_norm".into(), "5".into()]];
         assert_eq!(table(&rows), "conv        49\nlayer_norm   5");
     }

@@ -25,24 +25,31 @@ use crate::{
     passes, ui,
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  silane convert bert/ -o bert.mlpackage --validate
+  silane convert org/sentences -o sentences.mlpackage --sequence-length 256 --batch 8
+  silane convert bert/ --dry-run --json";
+
 #[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Args {
     /// A checkpoint's folder, or the id of one in the Hugging Face cache
     #[arg(required_unless_present = "list")]
     checkpoint: Option<String>,
-    /// The package to write, `NAME.mlpackage`
+    /// The package to write, `NAME.mlpackage`; tokenizer and config go beside it, into `NAME/`
     #[arg(short, long, value_name = "OUT", required_unless_present_any = ["list", "dry_run"])]
     output: Option<PathBuf>,
     /// What the package computes; the checkpoint's own task when left out
     #[arg(long)]
     task: Option<Task>,
-    /// Tokens per row
+    /// Tokens per row; as many as the checkpoint has positions for, at most 128, when left out
     #[arg(long, value_name = "N")]
     sequence_length: Option<usize>,
     /// Rows per prediction
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
-    /// Take segments as an input
+    /// Take the segment of each token as an input; without it all are of segment 0
     #[arg(long)]
     token_type_ids: bool,
     /// Tokens that a language model's cache holds; several make functions for each
@@ -67,7 +74,7 @@ pub(super) struct Args {
     #[arg(long, value_enum, default_value_t = Float::Fp16)]
     precision: Float,
     /// The oldest system that has to run the package
-    #[arg(long, value_enum, default_value_t = MinimumOs::Ios18)]
+    #[arg(long, value_name = "OS", value_enum, default_value_t = MinimumOs::Ios18)]
     minimum_os: MinimumOs,
     /// Read the checkpoint as another model type
     #[arg(long = "as", value_name = "TYPE")]
@@ -78,10 +85,10 @@ pub(super) struct Args {
     /// Do everything but write
     #[arg(long)]
     dry_run: bool,
-    /// Leave tokenizer and config out
+    /// Do not copy tokenizer and config
     #[arg(long)]
     no_tokenizer: bool,
-    /// Validate the written package against the checkpoint
+    /// Validate the written package against the checkpoint; exits with 1 where they differ
     #[arg(long)]
     validate: bool,
     /// Print the summary as JSON
@@ -166,7 +173,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     let output = args.output.clone();
     if let Some(output) = &output {
         refuse_extension(output)?;
-        refuse_existing(&with_extension(output.clone()), args.force)?;
+        refuse_place(&with_extension(output.clone()), args.force)?;
     }
     let checkpoint = Checkpoint::open(name)?;
     checkpoint.notes.iter().for_each(ui::note);
@@ -176,7 +183,8 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     let several = parts.len() > 1;
     let output = output.map(|o| if several { folder(o) } else { Ok(with_extension(o)) }).transpose()?;
     if let Some(output) = &output {
-        refuse_existing(output, args.force)?;
+        refuse_place(output, args.force)?;
+        refuse_input(output, &checkpoint)?;
     }
     let mut ready = Vec::new();
     let mut summary = json!(null);
@@ -194,8 +202,10 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     }
     if let (Some(output), false) = (&output, args.dry_run) {
         let (model, weights) = write(output, &ready, several, args.force)?;
-        if !args.no_tokenizer {
-            copy_beside(&checkpoint, output, args.force)?;
+        if !args.no_tokenizer
+            && let Some(folder) = copy_beside(&checkpoint, output, args.force)?
+        {
+            summary["tokenizer"] = json!(folder.display().to_string());
         }
         summary["bytes"] = json!(model + weights);
         summary["weight_bytes"] = json!(weights);
@@ -312,9 +322,24 @@ fn write(
     Ok((model, weights))
 }
 
-fn refuse_existing(output: &Path, force: bool) -> Result<()> {
+fn refuse_place(output: &Path, force: bool) -> Result<()> {
+    let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !folder.is_dir() {
+        bail!("{}: there is no such folder to write to", folder.display(); hint: "make it first");
+    }
     if output.symlink_metadata().is_ok() && !force {
         bail!("{}: exists already", output.display(); hint: "`--force` replaces it");
+    }
+    Ok(())
+}
+
+/// The checkpoint would be gone once the output is in its place.
+fn refuse_input(output: &Path, checkpoint: &Checkpoint) -> Result<()> {
+    let (Ok(output_dir), Ok(dir)) = (output.canonicalize(), checkpoint.dir.canonicalize()) else {
+        return Ok(());
+    };
+    if dir.starts_with(output_dir) {
+        bail!("{}: the checkpoint is there", output.display(); hint: "write to another place");
     }
     Ok(())
 }
@@ -359,25 +384,36 @@ fn sha256(path: &Path) -> Result<String> {
     Ok(hash.finalize().iter().map(|b| format!("{b:02x}")).collect())
 }
 
-/// Copies tokenizer and config into a folder named as the package, without its extension.
-fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<()> {
+/// Copies tokenizer and config into a folder named as the package, without its extension, and says which.
+fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<Option<PathBuf>> {
     // Parts have the tokenizer among them.
     let inside = output.extension().is_none();
     let folder = output.with_extension("");
     let files = tokenizer_files(&checkpoint.dir);
-    if folder.canonicalize().ok() == checkpoint.dir.canonicalize().ok() {
-        return Ok(());
+    if files.is_empty() || folder.canonicalize().ok() == checkpoint.dir.canonicalize().ok() {
+        return Ok(None);
     }
-    if folder.exists() && !force && !inside {
-        ui::note(format!("{}: exists already, tokenizer and config were not copied", folder.display()));
-        return Ok(());
+    let kept = match folder.symlink_metadata() {
+        Err(_) => None,
+        Ok(_) if inside => None,
+        Ok(_) if !force => Some("exists already"),
+        Ok(_) if tokenizer_files(&folder).len() != entries(&folder) => Some("holds other files too"),
+        Ok(_) => None,
+    };
+    if let Some(why) = kept {
+        ui::note(format!("{}: {why}, tokenizer and config were not copied", folder.display()));
+        return Ok(None);
     }
     std::fs::create_dir_all(&folder).map_err(|e| io(&folder, &e))?;
     for file in files {
         let Some(name) = file.file_name() else { continue };
         std::fs::copy(&file, folder.join(name)).map_err(|e| io(&file, &e))?;
     }
-    Ok(())
+    Ok(Some(folder))
+}
+
+fn entries(folder: &Path) -> usize {
+    std::fs::read_dir(folder).map_or(usize::MAX, Iterator::count)
 }
 
 fn start_summary(plan: &Plan, model_type: &str, contract: &serde_json::Value) -> serde_json::Value {
@@ -458,5 +494,8 @@ fn tell(s: &serde_json::Value) -> String {
         ),
         None => format!("  nothing written, in {seconds:.2} s"),
     });
+    if let Some(folder) = s["tokenizer"].as_str() {
+        lines.push(format!("  tokenizer and config are in {folder}"));
+    }
     lines.join("\n")
 }

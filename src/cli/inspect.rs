@@ -9,6 +9,7 @@ use serde_json::{Value as Json, json};
 
 use super::{Answer, print_json, weights};
 use crate::{
+    bail,
     error::Result,
     graph::{self, Severity},
     mil::{Block, Data, Function, Program, print},
@@ -17,7 +18,14 @@ use crate::{
     ui,
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  silane inspect bert.mlpackage
+  silane inspect bert.mlpackage --text | less
+  silane inspect bert.mlpackage --dump encoder_layer_0_output_dense_weight dense.npy";
+
 #[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Args {
     /// A package, a bare `.mlmodel`, or a compiled bundle
     package: PathBuf,
@@ -39,25 +47,28 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> Result<Answer> {
+    if args.package.join("config.json").is_file() {
+        bail!("{}: this is a checkpoint, not a package", args.package.display(); hint: "`silane convert` makes a package of it");
+    }
     let package = match package::open(&args.package)? {
         Opened::Program(package) => package,
+        Opened::Other(foreign) if args.text || args.weights || args.lint || args.dump.is_some() => {
+            return Err(foreign.refusal().at(args.package.display()));
+        }
+        Opened::Other(foreign) if args.json => {
+            print_json(&foreign_json(&foreign))?;
+            return Ok(Answer::Yes);
+        }
         Opened::Other(foreign) => {
-            if args.json {
-                print_json(&foreign_json(&foreign))?;
-            } else {
-                ui::data(foreign_text(&args.package, &foreign));
-            }
-            return if args.text || args.weights || args.lint || args.dump.is_some() {
-                Err(foreign.refusal().at(args.package.display()))
-            } else {
-                Ok(Answer::Yes)
-            };
+            ui::data(foreign_text(&args.package, &foreign));
+            return Ok(Answer::Yes);
         }
     };
     if let Some([name, file]) = args.dump.as_deref() {
         weights::dump(&package.program, name, Path::new(file))?;
         return Ok(Answer::Yes);
     }
+    unreadable(&package).for_each(ui::note);
     if args.text {
         let place = |kind: &str, param: &str| {
             ops::find(kind).and_then(|s| s.params.iter().position(|p| p.name == param)).unwrap_or(usize::MAX)
@@ -74,6 +85,11 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         ui::data(view.text(&args.package, &package, args.lint));
     }
     Ok(if args.lint && view.broken() { Answer::No } else { Answer::Yes })
+}
+
+/// Why weight files cannot be read; the graph is shown all the same.
+fn unreadable(package: &Package) -> impl Iterator<Item = String> {
+    package.weight_files.iter().filter_map(|file| Some(file.reader().err()?.message().to_string()))
 }
 
 /// What is counted and found once for both forms of output.
@@ -139,12 +155,30 @@ impl View {
             "weights": self.weights.iter().map(|(dtype, count, bytes)| json!({
                 "dtype": dtype, "tensors": count, "bytes": bytes,
             })).collect::<Vec<_>>(),
+            "unreadable_weights": unreadable(package).collect::<Vec<_>>(),
             "problems": self.problems.iter().map(|p| json!({
                 "severity": if p.severity == Severity::Error { "error" } else { "note" },
                 "rule": p.rule, "place": p.place, "message": p.message,
             })).collect::<Vec<_>>(),
             "not_rewritable": self.rewritable,
         })
+    }
+
+    fn weights_text(&self) -> String {
+        let (tensors, total) = self.weights.iter().fold((0, 0), |(n, b), w| (n + w.1, b + w.2));
+        if tensors == 0 {
+            return "no weights in files".into();
+        }
+        let row = |(dtype, count, bytes): &(String, u64, u64)| {
+            vec![dtype.clone(), count.to_string(), ui::bytes(*bytes)]
+        };
+        let rows: Vec<Vec<String>> = self.weights.iter().map(row).collect();
+        format!(
+            "weights: {} in {}\n{}",
+            ui::bytes(total),
+            ui::counted(tensors, "tensor"),
+            indent(&ui::table(&rows))
+        )
     }
 
     fn text(&self, path: &Path, package: &Package, lint: bool) -> String {
@@ -168,20 +202,7 @@ impl View {
             let kinds = self.ops.get(&f.name).or_else(|| self.ops.get("main"));
             lines.push(format!("\n{}", ops_text(kinds)));
         }
-        let (tensors, total) = self.weights.iter().fold((0, 0), |(n, b), w| (n + w.1, b + w.2));
-        lines.push(format!("\nweights: {} in {tensors} tensors", ui::bytes(total)));
-        lines.push(indent(&ui::table(
-            &self
-                .weights
-                .iter()
-                .map(|(dtype, count, bytes)| vec![dtype.clone(), count.to_string(), ui::bytes(*bytes)])
-                .collect::<Vec<_>>(),
-        )));
-        for file in &package.weight_files {
-            if let Err(e) = file.reader() {
-                lines.push(format!("\nthe weights cannot be read: {e}"));
-            }
-        }
+        lines.push(format!("\n{}", self.weights_text()));
         if !self.unknown.is_empty() {
             let kinds: Vec<String> = self.unknown.iter().map(|(k, n)| format!("{k} {n}")).collect();
             lines.push(format!("\nops silane does not know: {}", kinds.join(", ")));
@@ -189,8 +210,8 @@ impl View {
         if let Some(why) = &self.rewritable {
             lines.push(format!("\nthe package can be read but not rewritten: {why}"));
         }
-        let errors = self.problems.iter().filter(|p| p.severity == Severity::Error).count();
-        let notes = self.problems.len() - errors;
+        let errors = self.problems.iter().filter(|p| p.severity == Severity::Error).count() as u64;
+        let notes = ui::counted(self.problems.len() as u64 - errors, "note");
         if lint {
             let listed = self.problems.iter().map(|p| match p.severity {
                 Severity::Error => format!("error: {p}"),
@@ -198,11 +219,10 @@ impl View {
             });
             lines.push(String::new());
             lines.extend(listed);
-            lines.push(format!("{errors} errors, {notes} notes"));
+            lines.push(format!("{}, {notes}", ui::counted(errors, "error")));
         } else if errors > 0 {
-            lines.push(format!("\n{errors} broken rules, {notes} notes; `--lint` lists them"));
+            lines.push(format!("\n{}, {notes}; `--lint` lists them", ui::counted(errors, "broken rule")));
         }
-        lines.retain(|l| l != "  ");
         lines.join("\n")
     }
 }
@@ -290,8 +310,15 @@ fn metadata_text(interface: &Interface) -> Vec<String> {
     ];
     let mut lines: Vec<String> =
         named.iter().filter(|(_, v)| !v.is_empty()).map(|(k, v)| format!("  {k}: {}", short(v))).collect();
-    lines.extend(m.user_defined.iter().map(|(k, v)| format!("  {k}: {}", short(v))));
+    lines.extend(m.user_defined.iter().map(|(k, v)| format!("  {k}: {}", short(&readable(k, v)))));
     lines
+}
+
+/// The contract in words; it is JSON in full with `--json`.
+fn readable(key: &str, value: &str) -> String {
+    let contract = |json: Json| Some(format!("{} for {}", json["family"].as_str()?, json["task"].as_str()?));
+    let known = (key == "silane.contract").then(|| serde_json::from_str(value).ok()).flatten();
+    known.and_then(contract).unwrap_or_else(|| value.into())
 }
 
 fn short(text: &str) -> String {
@@ -311,11 +338,12 @@ fn foreign_text(path: &Path, foreign: &Foreign) -> String {
     if foreign.spec_version > 0 {
         lines.push(format!("  specification version {}", foreign.spec_version));
     }
-    describe_foreign(foreign, &mut lines);
+    describe_foreign(foreign, "", &mut lines);
     lines.join("\n")
 }
 
-fn describe_foreign(foreign: &Foreign, lines: &mut Vec<String>) {
+/// `place` is the way through pipelines, `model 0 / `.
+fn describe_foreign(foreign: &Foreign, place: &str, lines: &mut Vec<String>) {
     for f in &foreign.interface.functions {
         for (title, list) in [("inputs", &f.inputs), ("outputs", &f.outputs)] {
             if !list.is_empty() {
@@ -331,8 +359,8 @@ fn describe_foreign(foreign: &Foreign, lines: &mut Vec<String>) {
         lines.push(format!("\n{}", ops_text(Some(&kinds))));
     }
     for (name, model) in &foreign.models {
-        lines.push(format!("\n{name}: {model}"));
-        describe_foreign(model, lines);
+        lines.push(format!("\n{place}{name}: {model}"));
+        describe_foreign(model, &format!("{place}{name} / "), lines);
     }
 }
 

@@ -3,10 +3,12 @@
 //! Exit codes: 0 done, 1 the answer is no, 2 error.
 
 mod convert;
+mod generate;
 mod inspect;
 mod run;
 mod sample;
 mod session;
+mod teacher;
 mod validate;
 mod weights;
 

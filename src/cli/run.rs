@@ -5,35 +5,43 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Answer, validate::Precise};
+use super::{Answer, generate, session::Model, validate::Precise};
 use crate::{
     bail,
     checkpoint::{Encoding, Tokenizer},
     error::{Context, Error, Result, io},
     interp::Machine,
-    mil::{DType, Program, Type},
+    mil::{DType, Function, Program, TensorType, Type},
     ops::Val,
     package, ui,
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  silane run albert.mlpackage --prompt 'CC(=O)[MASK]c1ccccc1'
+  silane run sentences.mlpackage --prompt 'a cat sleeps' --prompt 'a dog barks'
+  silane run answers.mlpackage --prompt 'Who wrote it?' --pair 'Ada wrote the first program.'
+  silane run bert.mlpackage --inputs inputs.safetensors --outputs outputs.safetensors";
+
 #[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Args {
     /// The package to run
     package: PathBuf,
-    /// A text to run on; may be given several times
+    /// A text to run on; given several times, embeddings are compared
     #[arg(long = "prompt", visible_alias = "text", value_name = "TEXT", conflicts_with = "inputs")]
     prompts: Vec<String>,
     /// A second text for the pair, such as the passage that answers the question in `--prompt`
     #[arg(long, value_name = "TEXT", requires = "prompts")]
     pair: Option<String>,
     /// Tensors to run on, by the names of the inputs
-    #[arg(long, value_name = "FILE.safetensors", required_unless_present = "prompts")]
+    #[arg(long, value_name = "FILE.safetensors")]
     inputs: Option<PathBuf>,
     /// Where to write the outputs; without it they are summarised
     #[arg(long, value_name = "FILE.safetensors")]
     outputs: Option<PathBuf>,
     /// The function to run; the default one when left out
-    #[arg(long)]
+    #[arg(long, value_name = "NAME")]
     function: Option<String>,
     /// How floats are computed
     #[arg(long, value_enum, default_value_t = Precise::Fp16)]
@@ -41,16 +49,30 @@ pub(super) struct Args {
     /// The folder with the tokenizer; the one beside the package when left out
     #[arg(long, value_name = "DIR", requires = "prompts")]
     tokenizer: Option<PathBuf>,
-    /// How many candidates to show for a masked token
+    /// How many labels, or candidates for a masked token, to show
     #[arg(long, value_name = "N", default_value_t = 5)]
     top: usize,
+    #[command(flatten, next_help_heading = "Language models")]
+    sampling: generate::Sampling,
 }
 
 pub(super) fn run(args: &Args) -> Result<Answer> {
+    if args.inputs.is_none()
+        && let Some(model) = Model::open_causal(&args.package)?
+    {
+        let tokenizer = args.tokenizer.clone().unwrap_or_else(|| model.folder.clone());
+        return generate::run(&model, &tokenizer, &args.prompts, args.precision.into(), &args.sampling);
+    }
+    if args.prompts.is_empty() && args.inputs.is_none() {
+        bail!("there is nothing to run on"; hint: "give a text with `--prompt`, or tensors with `--inputs`");
+    }
     let package = package::open_program(&args.package)?;
     let name = function_name(&package.program, args.function.as_deref())?;
     let mut machine = Machine::new(&package.program, args.precision.into());
     let mut states = machine.states(&name)?;
+    if args.outputs.is_some() && args.prompts.len() > 1 {
+        bail!("{} texts are given, `--outputs` takes the result of one", args.prompts.len());
+    }
     if let Some(file) = &args.inputs {
         let inputs = read_tensors(file)?;
         let wanted = &package.program.functions[&name];
@@ -65,7 +87,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
         return Ok(Answer::Yes);
     }
-    let host = Host::new(&package, args)?;
+    let host = Host::new(&package, &name, args)?;
     let mut embeddings = Vec::new();
     for text in &args.prompts {
         let encoding = host.encode(text, args.pair.as_deref())?;
@@ -94,6 +116,19 @@ pub(super) fn function_name(program: &Program, asked: Option<&str>) -> Result<St
     Ok(name.into())
 }
 
+/// Rows, and tokens per row, that `input_ids` takes.
+pub(super) fn batch_and_tokens(function: &Function) -> Result<[usize; 2]> {
+    let input = function.inputs.iter().find(|id| function.name(**id) == "input_ids");
+    let ty = input.and_then(|id| function.ty(*id).as_tensor());
+    match ty.and_then(TensorType::shape).as_deref() {
+        // What a file says is not allocated beyond what any encoder takes.
+        Some([batch, tokens]) if batch.saturating_mul(*tokens) <= 1 << 24 => Ok([*batch, *tokens]),
+        _ => {
+            bail!("the package takes no `input_ids` [batch, tokens] of a fixed size"; hint: "give tensors with `--inputs`")
+        }
+    }
+}
+
 /// What the package's contract and tokenizer know.
 struct Host {
     tokenizer: Tokenizer,
@@ -105,30 +140,29 @@ struct Host {
 }
 
 impl Host {
-    fn new(package: &package::Package, args: &Args) -> Result<Host> {
+    fn new(package: &package::Package, function: &str, args: &Args) -> Result<Host> {
         let Some(contract) = package.interface.metadata.user_defined.get("silane.contract") else {
             bail!("{}: the package says nothing about its task", args.package.display(); hint: "give tensors with `--inputs`");
         };
         let contract: serde_json::Value =
             serde_json::from_str(contract).map_err(|e| Error::new(format!("silane.contract: {e}")))?;
         let folder = args.tokenizer.clone().unwrap_or_else(|| args.package.with_extension(""));
-        let tokenizer =
-            Tokenizer::open(&folder).hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
+        if args.tokenizer.is_none() && !folder.join("tokenizer.json").is_file() {
+            bail!("{}: there is no tokenizer beside the package", folder.display(); hint: "say where it is with `--tokenizer DIR`, such as the checkpoint's folder");
+        }
+        let tokenizer = Tokenizer::open(&folder)?;
         let names = |v: &serde_json::Value| -> Vec<String> {
             v.as_array().into_iter().flatten().filter_map(|n| n.as_str().map(str::to_string)).collect()
         };
-        let number = |key: &str| {
-            let n = contract[key].as_u64().and_then(|n| usize::try_from(n).ok());
-            n.ok_or_else(|| Error::new(format!("silane.contract: there is no `{key}`")))
-        };
+        let [batch, tokens] = batch_and_tokens(&package.program.functions[function])?;
         let inputs = contract["functions"]["main"]["inputs"].as_array().into_iter().flatten();
         Ok(Host {
             tokenizer,
             task: contract["task"].as_str().unwrap_or_default().into(),
             labels: names(&contract["labels"]),
             inputs: inputs.filter_map(|i| i["name"].as_str().map(str::to_string)).collect(),
-            batch: number("batch")?,
-            tokens: number("sequence_length")?,
+            batch,
+            tokens,
         })
     }
 
@@ -138,7 +172,7 @@ impl Host {
             None => self.tokenizer.encode(text)?,
         };
         if encoding.ids.len() > self.tokens {
-            bail!("the text is {} tokens long, the package takes {}", encoding.ids.len(), self.tokens; hint: "convert with a longer `--sequence-length`");
+            bail!("the text is {} long, the package takes {}", ui::counted(encoding.ids.len() as u64, "token"), self.tokens; hint: "convert with a longer `--sequence-length`");
         }
         Ok(encoding)
     }
@@ -298,7 +332,7 @@ fn describe(name: &str, value: &Val) -> Result<()> {
 pub(super) fn read_tensors(path: &Path) -> Result<BTreeMap<String, Val>> {
     let bytes = std::fs::read(path).map_err(|e| io(path, &e))?;
     let file = safetensors::SafeTensors::deserialize(&bytes)
-        .map_err(|e| Error::new(format!("{}: {e}", path.display())))?;
+        .map_err(|e| Error::new(format!("{}: not a safetensors file: {e}", path.display())))?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.tensors() {
         let dtype = match view.dtype() {

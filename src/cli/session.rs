@@ -22,9 +22,9 @@ use crate::{
 /// A package or a folder of parts, opened.
 pub(super) struct Model {
     packages: Vec<Package>,
-    pub contract: Json,
+    pub(super) contract: Json,
     /// Where tokenizer and config are.
-    pub folder: PathBuf,
+    pub(super) folder: PathBuf,
 }
 
 /// A conversation with a model: its states, and how far it is.
@@ -32,8 +32,8 @@ pub(super) struct Session<'a> {
     machines: Vec<(Machine<'a>, States)>,
     decode: String,
     prefill: Option<(String, usize)>,
-    pub context: usize,
-    pub position: usize,
+    pub(super) context: usize,
+    pub(super) position: usize,
     vocabulary: usize,
     /// Whether logits of all tokens of a call come out.
     all: bool,
@@ -41,7 +41,7 @@ pub(super) struct Session<'a> {
 
 impl Model {
     /// Opens a package, or a folder in which the first part is named by the contract.
-    pub fn open(path: &Path) -> Result<Model> {
+    pub(super) fn open(path: &Path) -> Result<Model> {
         if path.is_dir() && !path.join("Manifest.json").exists() {
             return Model::open_parts(path);
         }
@@ -77,12 +77,21 @@ impl Model {
         Ok(Model { packages, contract, folder: folder.to_path_buf() })
     }
 
-    /// Whether the package is a language model by its contract.
-    pub fn is_causal(package: &Package) -> bool {
-        contract(package).is_ok_and(|c| c["task"] == "causal-lm")
+    /// Opens what is a language model by its contract; `None` for anything else.
+    pub(super) fn open_causal(path: &Path) -> Result<Option<Model>> {
+        let folder = path.is_dir() && !path.join("Manifest.json").exists();
+        if folder || contract(&package::open_program(path)?).is_ok_and(|c| c["task"] == "causal-lm") {
+            return Model::open(path).map(Some);
+        }
+        Ok(None)
     }
 
-    pub fn session(&self, precision: Precision) -> Result<Session<'_>> {
+    /// The last part's program, which gives the logits.
+    pub(super) fn program(&self) -> &crate::mil::Program {
+        &self.packages[self.packages.len() - 1].program
+    }
+
+    pub(super) fn session(&self, precision: Precision) -> Result<Session<'_>> {
         let number = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok());
         let contexts: Vec<usize> =
             self.contract["context_length"].as_array().into_iter().flatten().filter_map(number).collect();
@@ -109,7 +118,7 @@ impl Model {
     }
 
     /// Tokens that end a text.
-    pub fn ends(&self) -> Vec<u32> {
+    pub(super) fn ends(&self) -> Vec<u32> {
         let ids = self.contract["eos_token_id"].as_array().into_iter().flatten();
         ids.filter_map(|i| u32::try_from(i.as_u64()?).ok()).collect()
     }
@@ -123,8 +132,13 @@ fn contract(package: &Package) -> Result<Json> {
 }
 
 impl Session<'_> {
+    /// Tokens of a prefill call.
+    pub(super) fn chunk(&self) -> Option<usize> {
+        self.prefill.as_ref().map(|p| p.1)
+    }
+
     /// Feeds one token and gives the logits of what comes next.
-    pub fn decode(&mut self, id: u32) -> Result<Vec<f32>> {
+    pub(super) fn decode(&mut self, id: u32) -> Result<Vec<f32>> {
         let function = self.decode.clone();
         let logits = self.call(&function, &[id], self.position)?;
         self.position += 1;
@@ -133,7 +147,7 @@ impl Session<'_> {
 
     /// Feeds a whole prompt from where the session is, and gives the logits of what comes next. `all` are
     /// the tokens of the session from its start, of which the last chunk may be fed again.
-    pub fn prompt(&mut self, all: &[u32]) -> Result<Vec<f32>> {
+    pub(super) fn prompt(&mut self, all: &[u32]) -> Result<Vec<f32>> {
         let Some(last) = all.last().copied().filter(|_| self.position < all.len()) else {
             bail!("there is no new token to feed");
         };

@@ -10,25 +10,37 @@ use serde_json::json;
 
 use super::{
     Answer, print_json,
-    run::{function_name, read_tensors},
+    run::{batch_and_tokens, function_name, read_tensors},
     sample,
+    session::Model,
+    teacher::{Lesson, Outcome, examine},
 };
 use crate::{
     bail,
     checkpoint::{Checkpoint, Task},
-    error::{Error, Result},
+    error::{Context, Error, Result},
     interp::{
         Machine, Precision,
         compare::{Comparison, compare, divergence, kept_rows, top_k},
     },
-    mil::{DType, Program, Type},
+    mil::{DType, Program, TensorType, Type},
     ops::Val,
     package::{self, Package},
     reference::{self, Inputs},
     ui,
 };
 
+const EXAMPLES: &str = "\
+Every output is compared, padding left out, and must agree: fp16 packages within 50 dB, fp32 ones within
+1e-4 of the spread. The exit code is 0 for PASS, 1 for FAIL, 2 when there was nothing to judge.
+
+Examples:
+  silane validate bert.mlpackage --reference bert/
+  silane validate bert.mlpackage --reference outputs.safetensors
+  silane validate bert/ --reference outputs.safetensors";
+
 #[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(super) struct Args {
     /// The package to validate; or a checkpoint, to compare silane's own reference with stored outputs
     package: PathBuf,
@@ -38,6 +50,12 @@ pub(super) struct Args {
     /// How floats are computed
     #[arg(long, value_enum, default_value_t = Precise::Fp16)]
     precision: Precise,
+    /// What a language model is given, instead of a sample of tokens
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// How many tokens a language model continues the prompt with
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    tokens: usize,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -81,11 +99,21 @@ const REFERENCE: Limit = Limit::Relative(1e-5);
 pub(super) fn run(args: &Args) -> Result<Answer> {
     let tensors = Path::new(&args.reference);
     let stored = tensors.extension().is_some_and(|e| e == "safetensors");
-    let report = if args.package.join("config.json").is_file() {
+    let report = if args.package.join("config.json").is_file() && !holds_parts(&args.package) {
         if !stored {
             bail!("{}: a checkpoint is validated against stored outputs", args.package.display(); hint: "give a `.safetensors` file to `--reference`");
         }
         checkpoint_against_tensors(&Checkpoint::open_dir(&args.package)?, tensors)?
+    } else if let Some(model) = Model::open_causal(&args.package)? {
+        let lesson = match stored {
+            true => Lesson::stored(&read_tensors(tensors)?)?,
+            false => {
+                let checkpoint = Checkpoint::open(&args.reference)?;
+                let prompt = prompt(&checkpoint, args.prompt.as_deref())?;
+                Lesson::computed(&checkpoint, &prompt, args.tokens)?
+            }
+        };
+        language(&model, &lesson, args.precision)?
     } else if stored {
         against_tensors(&args.package, tensors, args.precision)?
     } else {
@@ -99,9 +127,46 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     Ok(report.answer())
 }
 
+/// Whether a folder is one that `convert` wrote parts into.
+fn holds_parts(folder: &Path) -> bool {
+    std::fs::read_dir(folder).is_ok_and(|mut all| {
+        all.any(|e| e.is_ok_and(|e| e.path().extension().is_some_and(|x| x == "mlpackage")))
+    })
+}
+
+/// Tokens of a text, or a sample of the vocabulary.
+fn prompt(checkpoint: &Checkpoint, text: Option<&str>) -> Result<Vec<u32>> {
+    match text {
+        Some(text) => Ok(checkpoint.tokenizer()?.encode(text)?.ids),
+        None => Ok(sample::rounds(checkpoint, 1, 24, false)?.swap_remove(0).input_ids.swap_remove(0)),
+    }
+}
+
+fn language(model: &Model, lesson: &Lesson, precision: Precise) -> Result<Report> {
+    let mut pairs = Pairs::default();
+    let greedy = examine(model, lesson, precision, &mut pairs)?;
+    let report = pairs.report(limit(model.program(), precision))?;
+    Ok(Report { greedy, ..report })
+}
+
+/// What values may be off by: computed in fp16, from fp16 weights, or all in fp32.
+fn limit(program: &Program, precision: Precise) -> Limit {
+    let half = |v: &crate::mil::Value| matches!(&v.ty, Type::Tensor(t) if t.dtype == DType::F16);
+    // A language model's cache is fp16 whatever the rest is.
+    let computes_half =
+        program.functions.values().any(|f| f.body.outputs.iter().any(|id| half(f.value(*id))));
+    match (computes_half, precision) {
+        (false, _) => EXACT,
+        (true, Precise::Fp16) => HALF,
+        (true, Precise::Fp32) => ROUNDED_WEIGHTS,
+    }
+}
+
 /// How far each output is from the reference.
 pub(super) struct Report {
     outputs: Vec<Output>,
+    /// How a language model's own text went.
+    greedy: Option<Outcome>,
 }
 
 struct Output {
@@ -119,14 +184,12 @@ pub(super) fn against_checkpoint(path: &Path, checkpoint: &Checkpoint, precision
     let package = package::open_program(path)?;
     let contract = contract(&package)?;
     let task: Task = contract["task"].as_str().unwrap_or_default().parse()?;
-    let size = |key: &str| {
-        let n = contract[key].as_u64().and_then(|n| usize::try_from(n).ok());
-        n.ok_or_else(|| Error::new(format!("{}: the contract has no `{key}`", path.display())))
-    };
     let name = function_name(&package.program, None)?;
-    let types = package.program.functions[&name].inputs.len() == 3;
+    let function = &package.program.functions[&name];
+    let [batch, tokens] = batch_and_tokens(function).at(path.display())?;
+    let types = function.inputs.iter().any(|id| function.name(*id) == "token_type_ids");
     let mut runner = Runner::new(&package.program, &name, precision);
-    for inputs in sample::rounds(checkpoint, size("batch")?, size("sequence_length")?, types)? {
+    for inputs in sample::rounds(checkpoint, batch, tokens, types)? {
         let expected = reference::encoder(checkpoint, task, &inputs)?;
         let expected = expected.into_iter().map(|(n, t)| (n, Val::Tensor(t))).collect();
         runner.round(&tensors_of(&inputs)?, &expected)?;
@@ -187,7 +250,9 @@ impl<'a> Runner<'a> {
         let mut given = BTreeMap::new();
         for id in function.inputs.iter().filter(|id| function.ty(**id).as_tensor().is_some()) {
             let name = function.name(*id);
-            given.insert(name.to_string(), input(inputs, name)?);
+            let value = input(inputs, name)?;
+            fits(name, &value, function.ty(*id))?;
+            given.insert(name.to_string(), value);
         }
         if let Some(types) = inputs.get("token_type_ids")
             && !given.contains_key("token_type_ids")
@@ -202,6 +267,24 @@ impl<'a> Runner<'a> {
 
     fn report(self) -> Result<Report> {
         self.pairs.report(self.limit)
+    }
+}
+
+/// Refuses an input of another size than the package takes.
+fn fits(name: &str, value: &Val, ty: &Type) -> Result<()> {
+    let (seen, wanted) = (value.tensor()?.dims(), ty.as_tensor().and_then(TensorType::shape));
+    match (seen, wanted) {
+        (seen, Some(wanted)) if seen != wanted => {
+            let error =
+                Error::new(format!("the reference's `{name}` is {seen:?}, the package takes {wanted:?}"));
+            Err(match seen {
+                [rows, tokens] => {
+                    error.hint(format!("convert with `--batch {rows} --sequence-length {tokens}`"))
+                }
+                _ => error,
+            })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -255,7 +338,7 @@ fn contract(package: &Package) -> Result<serde_json::Value> {
 
 /// Seen and expected values of each output, padding left out.
 #[derive(Default)]
-struct Pairs(BTreeMap<String, Pair>);
+pub(super) struct Pairs(BTreeMap<String, Pair>);
 
 #[derive(Default)]
 struct Pair {
@@ -266,6 +349,15 @@ struct Pair {
 }
 
 impl Pairs {
+    /// Adds one row of scores.
+    pub(super) fn push(&mut self, name: &str, seen: &[f32], expected: &[f32]) {
+        let pair = self.0.entry(name.into()).or_default();
+        pair.not_finite += seen.iter().filter(|v| !v.is_finite()).count();
+        pair.seen.extend(seen);
+        pair.expected.extend(expected);
+        pair.classes = Some(expected.len());
+    }
+
     fn add(
         &mut self,
         seen: &BTreeMap<String, Val>,
@@ -322,7 +414,7 @@ impl Pairs {
             let comparison = compare(&pair.seen, &pair.expected, tolerance)?;
             outputs.push(Output { name, comparison, not_finite: pair.not_finite, scores, limit });
         }
-        Ok(Report { outputs })
+        Ok(Report { outputs, greedy: None })
     }
 }
 
@@ -371,11 +463,13 @@ impl Output {
 
 impl Report {
     pub(super) fn answer(&self) -> Answer {
-        if self.outputs.iter().all(Output::passes) { Answer::Yes } else { Answer::No }
+        let text = self.greedy.as_ref().is_none_or(Outcome::passes);
+        if text && self.outputs.iter().all(Output::passes) { Answer::Yes } else { Answer::No }
     }
 
     pub(super) fn text(&self) -> String {
-        self.outputs.iter().map(Output::text).collect::<Vec<_>>().join("\n")
+        let outputs = self.outputs.iter().map(Output::text);
+        outputs.chain(self.greedy.as_ref().map(Outcome::text)).collect::<Vec<_>>().join("\n")
     }
 
     pub(super) fn json(&self) -> serde_json::Value {
@@ -394,6 +488,7 @@ impl Report {
         json!({
             "pass": self.answer() == Answer::Yes,
             "outputs": self.outputs.iter().map(output).collect::<Vec<_>>(),
+            "greedy": self.greedy.as_ref().map(Outcome::json),
         })
     }
 }

@@ -1,6 +1,9 @@
 //! Weights of a package: a list, and one of them decoded to `.npy`.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::{BTreeMap, HashSet},
+    path::Path,
+};
 
 use crate::{
     bail,
@@ -62,7 +65,16 @@ pub(super) fn dump(program: &Program, name: &str, file: &Path) -> Result<()> {
 fn decode(function: &Function, id: ValueId) -> Result<Val> {
     let mut alone = function.clone();
     alone.inputs.clear();
-    alone.body.ops.retain(|op| op.kind == "const" || op.kind.starts_with("constexpr_"));
+    let mut needed = HashSet::from([id]);
+    let mut ops = Vec::new();
+    for op in alone.body.ops.into_iter().rev().filter(|op| is_constant(&op.kind)) {
+        if op.outputs.iter().any(|o| needed.contains(o)) {
+            needed.extend(op.args().filter_map(value_of));
+            ops.push(op);
+        }
+    }
+    ops.reverse();
+    alone.body.ops = ops;
     alone.body.outputs = vec![id];
     let name = function.name(id).to_string();
     let program = Program { functions: BTreeMap::from([("main".to_string(), alone)]), ..Program::default() };
@@ -72,6 +84,17 @@ fn decode(function: &Function, id: ValueId) -> Result<Val> {
     match outputs.into_iter().find(|(n, _)| *n == name) {
         Some((_, value)) => Ok(value),
         None => bail!("`{name}` was not computed"),
+    }
+}
+
+fn is_constant(kind: &str) -> bool {
+    kind == "const" || kind.starts_with("constexpr_")
+}
+
+fn value_of(arg: &Arg) -> Option<ValueId> {
+    match arg {
+        Arg::Value(id) => Some(*id),
+        Arg::Const(_) => None,
     }
 }
 

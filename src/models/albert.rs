@@ -75,6 +75,6 @@ fn masked_lm(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
     let x = n.linear("predictions.dense", x)?;
     let x = n.act(act(n)?, x)?;
     let x = n.layer_norm("predictions.LayerNorm", bert::eps(n)?, x)?;
-    let words = format!("{}.embeddings.word_embeddings.weight", inputs.base);
+    let words = inputs.in_base("embeddings.word_embeddings.weight");
     n.tied_vocabulary("predictions.decoder", "predictions.bias", &words, x)
 }

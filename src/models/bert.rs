@@ -84,7 +84,7 @@ fn classify(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
 
 fn masked_lm(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
     let act = Act::parse(n.checkpoint.config.str_or(&["hidden_act"], "gelu")?)?;
-    let words = format!("{}.embeddings.word_embeddings.weight", inputs.base);
+    let words = inputs.in_base("embeddings.word_embeddings.weight");
     n.within("cls.predictions", |n| {
         let x = n.linear("transform.dense", x)?;
         let x = n.act(act, x)?;

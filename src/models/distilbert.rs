@@ -71,6 +71,6 @@ fn masked_lm(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
     let x = n.linear("vocab_transform", x)?;
     let x = n.act(act, x)?;
     let x = n.layer_norm("vocab_layer_norm", EPS, x)?;
-    let words = format!("{}.embeddings.word_embeddings.weight", inputs.base);
+    let words = inputs.in_base("embeddings.word_embeddings.weight");
     n.tied_vocabulary("vocab_projector", "vocab_projector.bias", &words, x)
 }

@@ -42,7 +42,7 @@ fn masked_lm(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
     let x = n.linear("generator_predictions.dense", x)?;
     let x = n.act(Act::Gelu, x)?;
     let x = n.layer_norm("generator_predictions.LayerNorm", bert::eps(n)?, x)?;
-    let words = format!("{}.embeddings.word_embeddings.weight", inputs.base);
+    let words = inputs.in_base("embeddings.word_embeddings.weight");
     n.tied_vocabulary("generator_lm_head", "generator_lm_head.bias", &words, x)
 }
 

@@ -51,6 +51,11 @@ pub struct Inputs {
 }
 
 impl Inputs {
+    /// The full name of a place in the bare model.
+    pub fn in_base(&self, name: &str) -> String {
+        if self.base.is_empty() { name.into() } else { format!("{}.{name}", self.base) }
+    }
+
     pub fn masks(&self) -> Mask {
         Mask(vec![self.mask])
     }
@@ -65,8 +70,8 @@ pub fn build(encoder: &Encoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     let mut net = Net::new(checkpoint, Builder::new(plan.opset), plan.float, plan.batch, tokens);
     let prefixed = checkpoint.tensors.names().any(|n| n.starts_with(&format!("{}.", encoder.base)));
     let base = if prefixed { encoder.base } else { "" };
-    let (outputs, docs) = function(encoder, &mut net, plan, base)
-        .within(|| format!("while building {model_type}, task {}", plan.task))?;
+    let (outputs, docs) =
+        function(encoder, &mut net, plan, base).within(|| doing(checkpoint, plan.task, model_type))?;
 
     let function = net.builder.finish(outputs);
     let describe = |id: &ValueId| {
@@ -94,6 +99,15 @@ pub fn build(encoder: &Encoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     let program =
         Program { functions: BTreeMap::from([("main".to_string(), function)]), ..Program::default() };
     Ok(Part { stem: "model".into(), program, docs, contract, notes: Vec::new() })
+}
+
+/// What is being built; a task that the checkpoint was not made for may be why something is missing.
+fn doing(checkpoint: &Checkpoint, task: Task, model_type: &str) -> String {
+    let made = match checkpoint.task() {
+        Ok(made) if made != task => format!("; the checkpoint was made for {made}"),
+        _ => String::new(),
+    };
+    format!("while building {model_type}, task {task}{made}")
 }
 
 /// Tokens per row: as asked, or what suits the checkpoint.

@@ -124,6 +124,6 @@ fn classify(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
 
 fn masked_lm(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<Hidden> {
     let x = prediction_head(n, inputs, x)?;
-    let words = format!("{}.embeddings.tok_embeddings.weight", inputs.base);
+    let words = inputs.in_base("embeddings.tok_embeddings.weight");
     n.tied_vocabulary("decoder", "decoder.bias", &words, x)
 }

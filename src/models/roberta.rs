@@ -65,6 +65,6 @@ pub(super) fn masked_lm(n: &mut Net<'_>, inputs: &Inputs, x: Hidden) -> Result<H
     let x = n.linear("lm_head.dense", x)?;
     let x = n.act(Act::Gelu, x)?;
     let x = n.layer_norm("lm_head.layer_norm", bert::eps(n)?, x)?;
-    let words = format!("{}.embeddings.word_embeddings.weight", inputs.base);
+    let words = inputs.in_base("embeddings.word_embeddings.weight");
     n.tied_vocabulary("lm_head.decoder", "lm_head.bias", &words, x)
 }

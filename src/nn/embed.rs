@@ -19,17 +19,7 @@ impl Net<'_> {
         if table.shape.len() != 2 {
             bail!("{}: {:?} is no table of [rows, channels]", self.place(name), table.shape);
         }
-        self.op(
-            "gather",
-            name,
-            [
-                ("x", table.into()),
-                ("indices", ids.into()),
-                ("axis", 0.into()),
-                ("batch_dims", 0.into()),
-                ("validate_indices", false.into()),
-            ],
-        )
+        self.op("gather", name, [("x", table.into()), ("indices", ids.into()), ("axis", 0.into())])
     }
 
     /// Rows of the token embedding `name.weight`. `pieces` cuts a table that is wider than

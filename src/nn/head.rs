@@ -1,7 +1,7 @@
 //! From an activation to what a host reads.
 
 use super::{Hidden, Net};
-use crate::{error::Result, graph::In, mil::ValueId};
+use crate::{bail, error::Result, graph::In, mil::ValueId};
 
 /// The widest layer that every Neural Engine takes in one piece.
 pub const WIDEST: usize = 16384;
@@ -88,10 +88,14 @@ impl Net<'_> {
         Ok(Hidden(self.binary("mul", name, scaled, inverse)?))
     }
 
-    /// The projection to the vocabulary: `name.weight`, or `tied` where the checkpoint has none, with
-    /// `bias` where it has one.
+    /// The projection to the vocabulary: `name.weight`, or `tied` where the checkpoint has none and its
+    /// config allows it, with `bias` where it has one.
     pub fn tied_vocabulary(&mut self, name: &str, bias: &str, tied: &str, x: Hidden) -> Result<Hidden> {
         let own = format!("{name}.weight");
+        let may_tie = self.checkpoint.config.bool_or(&["tie_word_embeddings"], true)?;
+        if !self.has(&own) && !may_tie {
+            bail!("the checkpoint has no tensor `{}`", self.place(&own); hint: "config.json says `tie_word_embeddings: false`, so the embedding cannot stand in for it");
+        }
         let table = if self.has(&own) { own } else { tied.to_string() };
         let own_bias = format!("{name}.bias");
         let bias = [bias, own_bias.as_str()].into_iter().find(|b| self.has(b));

@@ -14,6 +14,7 @@
 //! `linear("attention.self.query", x)`. Results are named after the same places.
 
 use crate::{
+    bail,
     checkpoint::Checkpoint,
     error::{Context, Error, Result},
     graph::{Builder, In},
@@ -100,7 +101,8 @@ impl<'a> Net<'a> {
     ) -> Weight {
         let shape = shape.into();
         let how = format!("{how} {} {shape:?}", self.float);
-        source.map(how.trim_start(), self.float, shape, f)
+        let tensor = format!("tensor `{}`", source.key.trim_start_matches("ckpt:"));
+        source.map(how.trim_start(), self.float, shape, move |values| f(finite(values).at(&tensor)?))
     }
 
     /// The elements of a small tensor, for decisions that depend on them.
@@ -184,6 +186,16 @@ impl<'a> Net<'a> {
             other => Err(Error::new(format!("{other:?} is no [batch, channels, 1, sequence]"))),
         }
         .at(&self.scope)
+    }
+}
+
+/// Refuses what no trained weight is, in fp32 too.
+fn finite(values: Vec<f32>) -> Result<Vec<f32>> {
+    match values.iter().filter(|v| !v.is_finite()).count() {
+        0 => Ok(values),
+        n => {
+            bail!("{n} of {} values are not finite", values.len(); hint: "the checkpoint is damaged, or its training diverged")
+        }
     }
 }
 

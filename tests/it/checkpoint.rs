@@ -1,7 +1,5 @@
 //! Checkpoints as they come: what is read, what is refused, and with which words.
 
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "a helper that fails fails its test")]
-
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -403,16 +401,74 @@ fn tasks_follow_from_the_class() {
         ("RobertaForSequenceClassification", "roberta", Task::SequenceClassification),
         ("DistilBertForTokenClassification", "distilbert", Task::TokenClassification),
         ("BertForQuestionAnswering", "bert", Task::QuestionAnswering),
+        ("LlamaForCausalLM", "llama", Task::CausalLm),
+        ("GPT2LMHeadModel", "gpt2", Task::CausalLm),
+        ("GPT2Model", "gpt2", Task::CausalLm),
+        ("Gemma3TextModel", "gemma3_text", Task::CausalLm),
+        ("RwkvForCausalLM", "rwkv", Task::CausalLm),
     ] {
-        let config = bytes(&json!({"model_type": model_type, "architectures": [class]}));
-        let dir = folder(&[("config.json", config)]);
-        let config = Config::open(&dir.path().join("config.json")).unwrap();
+        let config = config(&json!({"model_type": model_type, "architectures": [class]}));
         assert_eq!(Task::of(&config).unwrap(), task, "{class}");
     }
+    for class in ["BertLMHeadModel", "RobertaForCausalLM"] {
+        let model_type = if class.starts_with("Bert") { "bert" } else { "roberta" };
+        let error =
+            Task::of(&config(&json!({"model_type": model_type, "architectures": [class]}))).unwrap_err();
+        assert_says(&error.to_string(), &[class, "--task"]);
+    }
+    assert_eq!("text-generation".parse::<Task>().unwrap(), Task::CausalLm);
     for task in Task::ALL {
         assert_eq!(task.to_string().parse::<Task>().unwrap(), task);
     }
     assert_says(&"poetry".parse::<Task>().unwrap_err().to_string(), &["poetry", "`masked-lm`"]);
+}
+
+/// Another architecture is not what the type says, however much its tensors look alike.
+#[test]
+fn a_class_of_another_type_is_refused() {
+    let read = |model_type: &str, class: &str| {
+        let config = config(&json!({"model_type": model_type, "architectures": [class]}));
+        config.model_type().map(str::to_string)
+    };
+    for (model_type, class) in [
+        ("llama", "PhiForCausalLM"),
+        ("qwen2", "Qwen2MoeForCausalLM"),
+        ("phi", "Phi3ForCausalLM"),
+        ("gpt_neo", "GPTNeoXForCausalLM"),
+        ("gemma3_text", "Gemma3nForCausalLM"),
+        ("bert", "RobertaForMaskedLM"),
+        ("llama", "LlamaBiModel"),
+    ] {
+        let error = read(model_type, class).unwrap_err().to_string();
+        assert_says(&error, &[&format!("`{model_type}`"), &format!("`{class}`"), "--as"]);
+    }
+    for (model_type, class) in [
+        ("gpt_neox", "GPTNeoXForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("xlm-roberta", "XLMRobertaModel"),
+        ("mixtral", "MixtralForCausalLM"),
+        ("unheard_of", "PhiForCausalLM"),
+    ] {
+        assert_eq!(read(model_type, class).unwrap(), model_type);
+    }
+}
+
+#[test]
+fn the_tie_is_read_where_it_is() {
+    for (json, tied) in [
+        (json!({}), None),
+        (json!({"tie_word_embeddings": true}), Some(true)),
+        (json!({"text_config": {"tie_word_embeddings": true}}), Some(true)),
+        (json!({"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}), Some(false)),
+        (json!({"text_config": {}}), None),
+    ] {
+        assert_eq!(config(&json).tied_embeddings().unwrap(), tied, "{json}");
+    }
+}
+
+fn config(json: &Value) -> Config {
+    let dir = folder(&[("config.json", bytes(json))]);
+    Config::open(&dir.path().join("config.json")).unwrap()
 }
 
 #[test]

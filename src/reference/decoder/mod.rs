@@ -9,7 +9,7 @@ mod parts;
 mod plan;
 mod rope;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use candle_core::Tensor;
 
@@ -115,10 +115,8 @@ impl Decoder {
         for (layer, numbers) in self.layers.iter().zip(&plan.layers) {
             // ALiBi is scaled with the scores, and those of its families have one scale.
             let bias = match biases.entry(numbers.window) {
-                std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
-                std::collections::btree_map::Entry::Vacant(new) => {
-                    new.insert(places.bias(plan, inputs, numbers)?)
-                }
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(places.bias(plan, inputs, numbers)?),
             };
             let attend = |x: &Tensor| layer.attention.run(plan, numbers, &places, bias, x);
             x = layer.run(plan, &x, attend)?;

@@ -68,16 +68,16 @@ impl Plan {
     pub(super) fn read(config: &Config) -> Result<Plan> {
         let family = Family::of(config)?;
         refuse_variants(config)?;
-        let hidden = size(config, &["hidden_size", "n_embd"], None, MOST_CHANNELS)?;
-        let heads = size(config, &["num_attention_heads", "n_head", "num_heads"], None, MOST_CHANNELS)?;
+        let hidden = size(config, &["hidden_size", "n_embd"], MOST_CHANNELS)?;
+        let heads = size(config, &["num_attention_heads", "n_head", "num_heads"], MOST_CHANNELS)?;
         let width = match config.opt_usize(&["head_dim"])?.or(family.head_dim) {
-            Some(width) => size(config, &["head_dim"], Some(width), MOST_CHANNELS)?,
+            Some(width) => held(config, "head_dim", width, MOST_CHANNELS)?,
             None if hidden % heads == 0 => hidden / heads,
             None => {
                 bail!("{}: {hidden} channels cannot be split into {heads} heads", config.path().display())
             }
         };
-        let count = size(config, &["num_hidden_layers", "n_layer", "num_layers"], None, MOST_LAYERS)?;
+        let count = size(config, &["num_hidden_layers", "n_layer", "num_layers"], MOST_LAYERS)?;
         let (layers, ropes) = layers(config, &family, count, width)?;
         let one = |key: &str| config.f64_or(&[key], 1.0);
         let named = family.model_type;
@@ -118,15 +118,15 @@ impl Plan {
     }
 }
 
-fn size(config: &Config, keys: &[&str], default: Option<usize>, most: usize) -> Result<usize> {
-    let n = match default {
-        Some(n) => n,
-        None => config.usize(keys)?,
-    };
+fn size(config: &Config, keys: &[&str], most: usize) -> Result<usize> {
+    held(config, &keys.join("` or `"), config.usize(keys)?, most)
+}
+
+fn held(config: &Config, key: &str, n: usize, most: usize) -> Result<usize> {
     if (1..=most).contains(&n) {
         return Ok(n);
     }
-    bail!("{}: `{}` is {n}, expected 1 to {most}", config.path().display(), keys.join("` or `"))
+    bail!("{}: `{key}` is {n}, expected 1 to {most}", config.path().display())
 }
 
 /// What a config can switch on and no checkpoint of note does.
@@ -149,7 +149,7 @@ fn kv_heads(config: &Config, named: &str, heads: usize) -> Result<usize> {
         _ => "num_key_value_heads",
     };
     let n = config.usize_or(&[key], heads)?;
-    if n == 0 || heads % n != 0 {
+    if n == 0 || !heads.is_multiple_of(n) {
         bail!("{}: {heads} heads cannot share `{key}` {n}", config.path().display());
     }
     Ok(n)
@@ -167,8 +167,8 @@ fn experts(config: &Config, family: &Family) -> Result<Option<Experts>> {
     if !matches!(family.mlp, Mlp::Experts { .. }) {
         return Ok(None);
     }
-    let count = size(config, &["num_local_experts", "num_experts"], None, MOST_LAYERS)?;
-    let per_token = size(config, &["num_experts_per_tok"], None, count)?;
+    let count = size(config, &["num_local_experts", "num_experts"], MOST_LAYERS)?;
+    let per_token = size(config, &["num_experts_per_tok"], count)?;
     let normalize = family.model_type == "mixtral" || config.bool_or(&["norm_topk_prob"], false)?;
     Ok(Some(Experts { count, per_token, normalize }))
 }
@@ -220,12 +220,8 @@ fn rotated(config: &Config, family: &Family, count: usize) -> Result<Vec<bool>> 
             bail!("{}: `no_rope_layers` has {} layers, expected {count}", config.path().display(), on.len())
         }
         None => {
-            let every = size(
-                config,
-                &["no_rope_layer_interval"],
-                config.opt_usize(&["no_rope_layer_interval"])?.or(Some(4)),
-                MOST_CHANNELS,
-            )?;
+            let key = "no_rope_layer_interval";
+            let every = held(config, key, config.usize_or(&[key], 4)?, MOST_CHANNELS)?;
             Ok((1..=count).map(|i| i % every != 0).collect())
         }
     }

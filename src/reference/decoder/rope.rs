@@ -65,7 +65,7 @@ impl Rope {
         pairs: bool,
     ) -> Result<Rope> {
         let place = config.path().display();
-        if !(theta > 0.0 && theta.is_finite()) || !(part > 0.0 && part <= 1.0) {
+        if !(theta > 0.0 && theta.is_finite() && part > 0.0 && part <= 1.0) {
             bail!("{place}: a rotary base of {theta} on {part} of a head, expected more than 0, and 0 to 1");
         }
         #[expect(
@@ -188,8 +188,7 @@ impl Scaling {
             _ => Err(p.wrong("rope_type", "default, linear, dynamic, llama3, yarn or longrope")),
         };
         let scaling = read.within(|| format!("while reading rotary positions of type `{kind}`"))?;
-        let sane = scaling.sane(width);
-        if !sane {
+        if !scaling.sane(width) {
             bail!(
                 "{}: rotary positions of type `{kind}` have a number that is out of range",
                 config.path().display()

@@ -1,0 +1,147 @@
+//! `silane run` on a language model: a prompt in, text out as it comes.
+
+use std::time::Instant;
+
+use super::{
+    Answer,
+    session::{Model, best},
+};
+use crate::{
+    bail,
+    checkpoint::Tokenizer,
+    error::{Context, Result},
+    interp::Precision,
+    ui,
+};
+
+/// How text is made.
+#[derive(clap::Args)]
+pub(super) struct Sampling {
+    /// The most tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(super) max_tokens: usize,
+    /// 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    pub(super) temperature: f32,
+    /// Choose among the N likeliest tokens only
+    #[arg(long, value_name = "N")]
+    pub(super) top_k: Option<usize>,
+    /// Choose among the likeliest tokens that make up this share only
+    #[arg(long, value_name = "P")]
+    pub(super) top_p: Option<f32>,
+    /// The same seed gives the same text
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+}
+
+pub(super) fn run(
+    model: &Model,
+    tokenizer: &std::path::Path,
+    prompts: &[String],
+    precision: Precision,
+    sampling: &Sampling,
+) -> Result<Answer> {
+    let tokenizer =
+        Tokenizer::open(tokenizer).hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
+    for prompt in prompts {
+        generate(model, &tokenizer, prompt, precision, sampling)?;
+    }
+    Ok(Answer::Yes)
+}
+
+fn generate(
+    model: &Model,
+    tokenizer: &Tokenizer,
+    prompt: &str,
+    precision: Precision,
+    sampling: &Sampling,
+) -> Result<()> {
+    let mut ids = tokenizer.encode(prompt)?.ids;
+    if ids.is_empty() {
+        bail!("the prompt has no tokens");
+    }
+    let mut session = model.session(precision)?;
+    let ends = model.ends();
+    let mut draw = Draw(sampling.seed ^ 0x9e37_79b9_7f4a_7c15);
+    let start = Instant::now();
+    let mut logits = session.prompt(&ids)?;
+    let prefill = start.elapsed().as_secs_f64();
+    let (first, start) = (ids.len(), Instant::now());
+    let mut shown = tokenizer.decode(&ids, true)?.len();
+    loop {
+        let next = sampling.choose(&logits, &mut draw);
+        if ends.contains(&next) || ids.len() - first == sampling.max_tokens {
+            break;
+        }
+        ids.push(next);
+        let text = tokenizer.decode(&ids, true)?;
+        // A character that is not complete yet waits for its other tokens.
+        if !text.ends_with('\u{fffd}') {
+            ui::stream(text.get(shown..).unwrap_or_default());
+            shown = text.len();
+        }
+        if session.position == session.context {
+            ui::stream("\n");
+            ui::note(format!("the context of {} tokens is full", session.context));
+            break;
+        }
+        logits = session.decode(next)?;
+    }
+    ui::stream("\n");
+    let (new, decode) = (ids.len() - first, start.elapsed().as_secs_f64());
+    #[expect(clippy::cast_precision_loss, reason = "rates are shown with one digit")]
+    let rate = |n: usize, s: f64| n as f64 / s.max(1e-9);
+    ui::talk(format!(
+        "prefill {first} tokens, {:.1} tokens/s; decode {new} tokens, {:.1} tokens/s",
+        rate(first, prefill),
+        rate(new, decode)
+    ));
+    Ok(())
+}
+
+impl Sampling {
+    fn choose(&self, logits: &[f32], draw: &mut Draw) -> u32 {
+        if self.temperature <= 0.0 {
+            return best(logits);
+        }
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |l: f32| f64::from((l - largest) / self.temperature).exp();
+        let mut order: Vec<(usize, f64)> = logits.iter().map(|l| weight(*l)).enumerate().collect();
+        order.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        if let Some(k) = self.top_k {
+            order.truncate(k.max(1));
+        }
+        if let Some(p) = self.top_p {
+            let total: f64 = order.iter().map(|o| o.1).sum();
+            let mut sum = 0.0;
+            let enough = order.iter().position(|o| {
+                sum += o.1;
+                sum >= f64::from(p) * total
+            });
+            order.truncate(enough.map_or(order.len(), |i| i + 1));
+        }
+        let total: f64 = order.iter().map(|o| o.1).sum();
+        let mut at = draw.unit() * total;
+        for (i, w) in &order {
+            at -= w;
+            if at <= 0.0 {
+                return u32::try_from(*i).unwrap_or(0);
+            }
+        }
+        order.last().map_or(0, |(i, _)| u32::try_from(*i).unwrap_or(0))
+    }
+}
+
+/// xorshift64*: small, and the same everywhere.
+struct Draw(u64);
+
+impl Draw {
+    fn unit(&mut self) -> f64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        #[expect(clippy::cast_precision_loss, reason = "53 bits are kept")]
+        let unit = (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 11) as f64 / (1u64 << 53) as f64;
+        unit
+    }
+}

@@ -1,0 +1,217 @@
+//! Validating a language model: teacher-forced logits at every position, prompts of lengths around the
+//! prefill chunk, and greedy text.
+
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
+use super::{
+    session::{Model, best},
+    validate::{Pairs, Precise},
+};
+use crate::{bail, checkpoint::Checkpoint, error::Result, ops::Val, reference::Decoder};
+
+/// What a package is compared with.
+pub(super) struct Lesson {
+    /// Token rows, and the logits expected after each token.
+    pub(super) rows: Vec<(Vec<u32>, Vec<Vec<f32>>)>,
+    pub(super) greedy: Option<Greedy>,
+}
+
+/// A prompt, what follows it greedily, and the logits that chose each token.
+pub(super) struct Greedy {
+    pub(super) prompt: Vec<u32>,
+    pub(super) tokens: Vec<u32>,
+    pub(super) logits: Vec<Vec<f32>>,
+}
+
+/// How greedy text went.
+pub(super) struct Outcome {
+    pub(super) tokens: usize,
+    pub(super) equal: usize,
+    pub(super) first: Option<Divergence>,
+}
+
+pub(super) struct Divergence {
+    step: usize,
+    seen: u32,
+    expected: u32,
+    /// How far the expected token was ahead of the next best.
+    margin: f32,
+    /// The largest difference of this step's logits.
+    error: f32,
+}
+
+impl Divergence {
+    /// Two tokens that are closer than the logits' error may rightly change places.
+    pub(super) fn excused(&self) -> bool {
+        self.margin <= 2.0 * self.error
+    }
+}
+
+impl Lesson {
+    /// Stored inputs and outputs, as far as the mask says that they mean something.
+    pub(super) fn stored(tensors: &BTreeMap<String, Val>) -> Result<Lesson> {
+        let (Some(ids), Some(logits)) = (tensors.get("input_ids"), tensors.get("logits")) else {
+            bail!("the reference has no `input_ids` and `logits`");
+        };
+        let width = ids.tensor()?.dims().last().copied().unwrap_or(1).max(1);
+        let vocabulary = logits.tensor()?.dims().last().copied().unwrap_or(1).max(1);
+        let (ids, logits) = (tokens(ids)?, logits.to_floats()?);
+        let mask = match tensors.get("attention_mask") {
+            Some(mask) => mask.to_ints()?,
+            None => vec![1; ids.len()],
+        };
+        let mut rows = Vec::new();
+        for (i, (ids, mask)) in ids.chunks(width).zip(mask.chunks(width)).enumerate() {
+            // Padding in front shifts positions, which this contract leaves to the host.
+            let real = mask.iter().take_while(|m| **m != 0).count();
+            let row = |t: usize| logits[(i * width + t) * vocabulary..][..vocabulary].to_vec();
+            rows.push((ids[..real].to_vec(), (0..real).map(row).collect()));
+        }
+        rows.retain(|(ids, _)| !ids.is_empty());
+        Ok(Lesson { rows, greedy: Greedy::stored(tensors)? })
+    }
+
+    /// The reference's own outputs on a prompt and what it continues with.
+    pub(super) fn computed(checkpoint: &Checkpoint, prompt: &[u32], new: usize) -> Result<Lesson> {
+        let decoder = Decoder::open(checkpoint)?;
+        let forward = |ids: &[u32]| -> Result<Vec<Vec<f32>>> {
+            let logits = decoder.forward(&[ids.to_vec()], None)?.logits;
+            Ok(logits.squeeze(0)?.to_vec2::<f32>()?)
+        };
+        let mut all = prompt.to_vec();
+        let mut chosen = Vec::new();
+        for _ in 0..new {
+            let Some(last) = forward(&all)?.pop() else { bail!("the prompt is empty") };
+            all.push(best(&last));
+            chosen.push(last);
+        }
+        let tokens = all[prompt.len()..].to_vec();
+        let rows = vec![(all.clone(), forward(&all)?)];
+        let greedy = (new > 0).then(|| Greedy { prompt: prompt.to_vec(), tokens, logits: chosen });
+        Ok(Lesson { rows, greedy })
+    }
+}
+
+impl Greedy {
+    fn stored(tensors: &BTreeMap<String, Val>) -> Result<Option<Greedy>> {
+        let get = |name: &str| tensors.get(&format!("greedy.{name}"));
+        let (Some(prompt), Some(ids), Some(logits)) = (get("prompt_ids"), get("token_ids"), get("logits"))
+        else {
+            return Ok(None);
+        };
+        let width = logits.tensor()?.dims().last().copied().unwrap_or(1).max(1);
+        let logits = logits.to_floats()?.chunks(width).map(<[f32]>::to_vec).collect();
+        Ok(Some(Greedy { prompt: tokens(prompt)?, tokens: tokens(ids)?, logits }))
+    }
+}
+
+fn tokens(v: &Val) -> Result<Vec<u32>> {
+    v.to_ints()?
+        .into_iter()
+        .map(|i| u32::try_from(i).map_err(|_| crate::Error::new(format!("{i} is no token id"))))
+        .collect()
+}
+
+/// Runs the lesson; logits are collected in `pairs`.
+pub(super) fn examine(
+    model: &Model,
+    lesson: &Lesson,
+    precision: Precise,
+    pairs: &mut Pairs,
+) -> Result<Option<Outcome>> {
+    for (ids, expected) in &lesson.rows {
+        let mut session = model.session(precision.into())?;
+        let ids = &ids[..ids.len().min(session.context)];
+        for (id, expected) in ids.iter().zip(expected) {
+            pairs.push("logits of decode", &session.decode(*id)?, expected);
+        }
+        for length in lengths(session.chunk(), ids.len()) {
+            let mut session = model.session(precision.into())?;
+            let logits = session.prompt(&ids[..length])?;
+            pairs.push("logits of prefill", &logits, &expected[length - 1]);
+            // One more token shows whether the cache is right.
+            if let (Some(next), Some(expected)) = (ids.get(length), expected.get(length)) {
+                pairs.push("logits after prefill", &session.decode(*next)?, expected);
+            }
+        }
+    }
+    lesson.greedy.as_ref().map(|greedy| continue_greedily(model, greedy, precision)).transpose()
+}
+
+/// Prompt lengths on both sides of the first two chunks, and the whole.
+fn lengths(chunk: Option<usize>, all: usize) -> Vec<usize> {
+    let Some(t) = chunk else { return Vec::new() };
+    let mut lengths = vec![1, t.saturating_sub(1), t, t + 1, 2 * t, 2 * t + 1, all];
+    lengths.retain(|n| (1..=all).contains(n));
+    lengths.sort_unstable();
+    lengths.dedup();
+    lengths
+}
+
+fn continue_greedily(model: &Model, greedy: &Greedy, precision: Precise) -> Result<Outcome> {
+    let mut session = model.session(precision.into())?;
+    let mut all = greedy.prompt.clone();
+    let mut outcome = Outcome { tokens: greedy.tokens.len(), equal: 0, first: None };
+    let mut logits = session.prompt(&all)?;
+    for (step, (expected, want)) in greedy.tokens.iter().zip(&greedy.logits).enumerate() {
+        let seen = best(&logits);
+        if seen == *expected {
+            outcome.equal += 1;
+        } else if outcome.first.is_none() {
+            let error = logits.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            outcome.first = Some(Divergence { step, seen, expected: *expected, margin: margin(want), error });
+        }
+        // The expected token goes on, so that later steps can be compared too.
+        all.push(*expected);
+        if session.position == session.context {
+            outcome.tokens = step + 1;
+            break;
+        }
+        logits = session.decode(*expected)?;
+    }
+    Ok(outcome)
+}
+
+fn margin(logits: &[f32]) -> f32 {
+    let top = best(logits) as usize;
+    let second = logits
+        .iter()
+        .enumerate()
+        .filter(|(i, _)| *i != top)
+        .map(|(_, v)| *v)
+        .fold(f32::NEG_INFINITY, f32::max);
+    logits.get(top).copied().unwrap_or(0.0) - second
+}
+
+impl Outcome {
+    pub(super) fn passes(&self) -> bool {
+        self.first.as_ref().is_none_or(Divergence::excused)
+    }
+
+    pub(super) fn text(&self) -> String {
+        let verdict = if self.passes() { "PASS" } else { "FAIL" };
+        let mut text = format!("{verdict} greedy text: {} of {} tokens equal", self.equal, self.tokens);
+        if let Some(d) = &self.first {
+            let why = if d.excused() { "which the error excuses" } else { "more than the error excuses" };
+            text.push_str(&format!(
+                "\n     first other token at step {}: {} for {}; {} was ahead by {:.2e}, the logits are off by {:.2e}, {why}",
+                d.step, d.seen, d.expected, d.expected, d.margin, d.error
+            ));
+        }
+        text
+    }
+
+    pub(super) fn json(&self) -> serde_json::Value {
+        json!({
+            "tokens": self.tokens,
+            "equal": self.equal,
+            "pass": self.passes(),
+            "first": self.first.as_ref().map(|d| json!({
+                "step": d.step, "seen": d.seen, "expected": d.expected, "margin": d.margin, "error": d.error,
+                "excused": d.excused(),
+            })),
+        })
+    }
+}
