@@ -98,8 +98,9 @@ impl Tensors {
         if near.is_empty() { error } else { error.hint(format!("the nearest names are {}", near.join(", "))) }
     }
 
-    // Integers in the place of a weight are packed or need a scale; their values alone would be wrong.
-    fn float_weight(&self, name: &str) -> Result<Weight> {
+    /// The tensor as it is stored, which must be of floats: integers in the place of a weight are packed or
+    /// need a scale, and their values alone would be wrong.
+    pub fn float_weight(&self, name: &str) -> Result<Weight> {
         let weight = self.weight(name)?;
         if !weight.dtype.is_float() {
             bail!(
@@ -211,7 +212,7 @@ impl Info {
     fn weight(&self, name: &str) -> Weight {
         let (map, range) = (Arc::clone(&self.map), self.range.clone());
         Weight::new(format!("ckpt:{name}"), self.dtype, self.shape.clone(), move || {
-            Ok(Bytes::Mapped(Arc::clone(&map), range.clone()))
+            Ok(Bytes::mapped(Arc::clone(&map), range.clone()))
         })
     }
 

@@ -2,7 +2,8 @@
 
 use std::{fmt, ops::Range, sync::Arc};
 
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+use rayon::prelude::*;
 
 use super::{DType, TensorType, Type};
 use crate::{bail, error::Result};
@@ -54,7 +55,14 @@ pub struct Weight {
 /// Bytes in memory or in a mapped file.
 pub enum Bytes {
     Owned(Vec<u8>),
-    Mapped(Arc<memmap2::Mmap>, Range<usize>),
+    Mapped(Mapped),
+}
+
+/// A part of a mapped file; its pages are given back when it is dropped, so that a file that is read once
+/// does not stay in memory.
+pub struct Mapped {
+    map: Arc<memmap2::Mmap>,
+    range: Range<usize>,
 }
 
 /// Elements, decoded: floats in 32 bits, integers in 64.
@@ -105,6 +113,23 @@ impl Weight {
         Ok(self.numbers()?.into_floats())
     }
 
+    /// Some rows of the first axis, of which the others are not read.
+    #[must_use]
+    pub fn rows(&self, rows: Range<usize>) -> Weight {
+        let mut shape = self.shape.clone();
+        let (all, width) = (shape.first().copied().unwrap_or(1), shape.iter().skip(1).product::<usize>());
+        let rows = rows.start.min(all)..rows.end.min(all);
+        let bits = self.dtype.bits().unwrap_or(8);
+        if rows == (0..all) || !(width * bits).is_multiple_of(8) || shape.is_empty() {
+            return self.clone();
+        }
+        shape[0] = rows.len();
+        let (source, row) = (self.clone(), width * bits / 8);
+        Weight::new(format!("{} | rows {rows:?}", self.key), self.dtype, shape, move || {
+            Ok(source.bytes()?.part(rows.start * row..rows.end * row))
+        })
+    }
+
     /// A weight made from this one's elements when it is needed; `how` joins the key, so that the same
     /// change to the same weight is stored once.
     #[must_use]
@@ -142,7 +167,42 @@ impl std::ops::Deref for Bytes {
     fn deref(&self) -> &[u8] {
         match self {
             Bytes::Owned(v) => v,
-            Bytes::Mapped(map, range) => map.get(range.clone()).unwrap_or(&[]),
+            Bytes::Mapped(part) => part.map.get(part.range.clone()).unwrap_or(&[]),
+        }
+    }
+}
+
+impl Bytes {
+    /// A range of a mapped file, cut to its end.
+    pub fn mapped(map: Arc<memmap2::Mmap>, range: Range<usize>) -> Bytes {
+        Bytes::Mapped(Mapped { map, range })
+    }
+
+    /// Only some of the bytes.
+    fn part(self, range: Range<usize>) -> Bytes {
+        match self {
+            Bytes::Owned(v) => Bytes::Owned(v.get(range).unwrap_or(&[]).to_vec()),
+            Bytes::Mapped(m) => {
+                let start = m.range.start + range.start;
+                Bytes::mapped(m.map.clone(), start..(start + range.len()).min(m.range.end))
+            }
+        }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        #[cfg(unix)]
+        {
+            let length = self.range.len();
+            #[expect(
+                unsafe_code,
+                reason = "the map is of a file and only read: pages come back from the file"
+            )]
+            // An error means that the pages stay, which is only a matter of memory.
+            let _ = unsafe {
+                self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, self.range.start, length)
+            };
         }
     }
 }
@@ -158,13 +218,29 @@ pub fn encode_floats(dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
     Ok(match dtype {
         DType::F16 => {
             fits_f16(values)?;
-            values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()
+            in_pieces(values, |from| {
+                let mut to = vec![f16::ZERO; from.len()];
+                to.convert_from_f32_slice(from);
+                to.iter().flat_map(|v| v.to_le_bytes()).collect()
+            })
         }
-        DType::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
-        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::BF16 => {
+            in_pieces(values, |from| from.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect())
+        }
+        DType::F32 => in_pieces(values, |from| from.iter().flat_map(|v| v.to_le_bytes()).collect()),
         DType::F64 => values.iter().flat_map(|v| f64::from(*v).to_le_bytes()).collect(),
         other => bail!("floats cannot be stored as {other}"),
     })
+}
+
+/// Packs pieces on all cores and joins them in order.
+fn in_pieces(values: &[f32], pack: impl Fn(&[f32]) -> Vec<u8> + Sync + Send) -> Vec<u8> {
+    const PIECE: usize = 1 << 16;
+    if values.len() <= PIECE {
+        return pack(values);
+    }
+    let packed: Vec<Vec<u8>> = values.par_chunks(PIECE).map(&pack).collect();
+    packed.concat()
 }
 
 /// Refuses values that would turn into infinities, and those that are no numbers already.
@@ -224,8 +300,13 @@ impl Numbers {
         if bytes.len() != want {
             bail!("{count} elements of {dtype} take {want} bytes, there are {}", bytes.len());
         }
-        fn each<const N: usize, T>(bytes: &[u8], f: impl Fn([u8; N]) -> T) -> Vec<T> {
-            bytes.as_chunks::<N>().0.iter().map(|c| f(*c)).collect()
+        fn each<const N: usize, T: Send>(bytes: &[u8], f: impl Fn([u8; N]) -> T + Sync) -> Vec<T> {
+            const PIECE: usize = 1 << 16;
+            let chunks = bytes.as_chunks::<N>().0;
+            if chunks.len() <= PIECE {
+                return chunks.iter().map(|c| f(*c)).collect();
+            }
+            chunks.par_iter().with_min_len(PIECE).map(|c| f(*c)).collect()
         }
         Ok(match dtype {
             DType::F16 => Numbers::Floats(each(bytes, |b| f16::from_le_bytes(b).to_f32())),

@@ -13,7 +13,8 @@ use crate::{
     error::Result,
     nn::{
         Act, Hidden, Net,
-        cache::{Attention, HeadNorm, Kind, Steps},
+        cache::{Attention, Kind, Steps},
+        head_norm::HeadNorm,
         rms::Rms,
         rotary::Rope,
     },

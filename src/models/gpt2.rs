@@ -10,7 +10,8 @@ use crate::{
     error::Result,
     nn::{
         Act, Hidden, Net,
-        cache::{Attention, HeadNorm, Steps},
+        cache::{Attention, Steps},
+        head_norm::HeadNorm,
         stack::Projection,
     },
 };
@@ -66,21 +67,20 @@ fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
         let c = shape.heads.query * shape.heads.dim;
         let fused = n.projection("attn.c_attn")?;
         let part = |i: usize| fused.clone().take(i * c..(i + 1) * c);
-        block(n, shape, steps, place, [part(0), part(1), part(2)], scale, "attn.c_proj", x)
+        block(n, steps, place, [part(0), part(1), part(2)], scale, "attn.c_proj", x)
     })
 }
 
-fn neo_layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
+fn neo_layer(n: &mut Net<'_>, _: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("h.{}", place.layer), |n| {
         let p = |n: &Net<'_>, name: &str| n.projection(&format!("attn.attention.{name}"));
         let qkv = [p(n, "q_proj")?, p(n, "k_proj")?, p(n, "v_proj")?];
-        block(n, shape, steps, place, qkv, 1.0, "attn.attention.out_proj", x)
+        block(n, steps, place, qkv, 1.0, "attn.attention.out_proj", x)
     })
 }
 
 fn block(
     n: &mut Net<'_>,
-    shape: &Shape,
     steps: &mut Steps,
     place: Place,
     qkv: [Projection; 3],
@@ -93,7 +93,7 @@ fn block(
     let attention = Attention { qkv, scale, soft_cap: None, norm: HeadNorm::None, slopes: None };
     let a = n.cached_attention("attn", steps, place.at(), attention, h)?;
     let o = n.projection(out)?;
-    let a = n.attention_output(out, shape.heads, o, a)?;
+    let a = n.attention_output(out, steps.heads, o, a)?;
     let x = n.add(x, a)?;
     let h = n.layer_norm("ln_2", eps, x)?;
     let act = act(n)?;

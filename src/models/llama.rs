@@ -9,7 +9,8 @@ use crate::{
     error::Result,
     nn::{
         Act, Hidden, Net,
-        cache::{Attention, HeadNorm, Steps},
+        cache::{Attention, Steps},
+        head_norm::HeadNorm,
     },
 };
 
@@ -84,7 +85,6 @@ pub(super) fn attention(n: &Net<'_>, shape: &Shape, norm: HeadNorm) -> Result<At
 /// A layer whose blocks are normalised before, with everything added to the residual times `weight`.
 pub(super) fn block(
     n: &mut Net<'_>,
-    shape: &Shape,
     steps: &mut Steps,
     place: Place,
     attention: Attention,
@@ -96,7 +96,7 @@ pub(super) fn block(
     let h = n.rms_norm("input_layernorm", eps, x)?;
     let a = n.cached_attention("self_attn", steps, place.at(), attention, h)?;
     let o = n.projection("self_attn.o_proj")?.scaled(weight);
-    let a = n.attention_output("self_attn.o_proj", shape.heads, o, a)?;
+    let a = n.attention_output("self_attn.o_proj", steps.heads, o, a)?;
     let x = n.add(x, a)?;
     let h = n.rms_norm("post_attention_layernorm", eps, x)?;
     let h = mlp(n, h)?;
@@ -112,7 +112,7 @@ pub(super) fn mlp(n: &mut Net<'_>, weight: f32, x: Hidden) -> Result<Hidden> {
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {
         let attention = attention(n, shape, HeadNorm::None)?;
-        block(n, shape, steps, place, attention, 1.0, x, |n, h| mlp(n, 1.0, h))
+        block(n, steps, place, attention, 1.0, x, |n, h| mlp(n, 1.0, h))
     })
 }
 
@@ -140,7 +140,7 @@ fn qwen2_window(config: &Config, layer: usize) -> Result<Option<usize>> {
 fn smollm3_rotates(config: &Config, layer: usize) -> Result<bool> {
     match config.opt_usizes("no_rope_layers")? {
         Some(list) => Ok(list.get(layer).is_none_or(|flag| *flag == 1)),
-        None => Ok((layer + 1) % config.usize_or(&["no_rope_layer_interval"], 4)?.max(1) != 0),
+        None => Ok(!(layer + 1).is_multiple_of(config.usize_or(&["no_rope_layer_interval"], 4)?.max(1))),
     }
 }
 
@@ -155,7 +155,7 @@ fn granite(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: H
         let weight = multiplier(n, "residual_multiplier")?;
         let scale = multiplier(n, "attention_multiplier")?;
         let attention = Attention { scale, ..attention(n, shape, HeadNorm::None)? };
-        block(n, shape, steps, place, attention, weight, x, |n, h| mlp(n, weight, h))
+        block(n, steps, place, attention, weight, x, |n, h| mlp(n, weight, h))
     })
 }
 

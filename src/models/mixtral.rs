@@ -6,11 +6,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    nn::{
-        Hidden, Net,
-        cache::{HeadNorm, Steps},
-        moe::Experts,
-    },
+    nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, moe::Experts},
 };
 
 pub(super) static MIXTRAL: Decoder = Decoder { layer, ..llama::MISTRAL };
@@ -18,7 +14,7 @@ pub(super) static MIXTRAL: Decoder = Decoder { layer, ..llama::MISTRAL };
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {
         let attention = llama::attention(n, shape, HeadNorm::None)?;
-        llama::block(n, shape, steps, place, attention, 1.0, x, |n, h| {
+        llama::block(n, steps, place, attention, 1.0, x, |n, h| {
             let config = &n.checkpoint.config;
             let experts = Experts {
                 router: "block_sparse_moe.gate",

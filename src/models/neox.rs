@@ -11,7 +11,8 @@ use crate::{
     error::Result,
     nn::{
         Act, Hidden, Net,
-        cache::{Attention, HeadNorm, Steps},
+        cache::{Attention, Steps},
+        head_norm::HeadNorm,
         stack::Projection,
     },
 };

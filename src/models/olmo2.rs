@@ -6,11 +6,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    nn::{
-        Hidden, Net,
-        cache::{HeadNorm, Steps},
-        rms::Rms,
-    },
+    nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, rms::Rms},
 };
 
 pub(super) static OLMO2: Decoder = Decoder { layer, ..llama::LLAMA };

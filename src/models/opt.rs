@@ -8,10 +8,7 @@ use super::{
 use crate::{
     bail,
     error::Result,
-    nn::{
-        Act, Hidden, Net,
-        cache::{HeadNorm, Steps},
-    },
+    nn::{Act, Hidden, Net, cache::Steps, head_norm::HeadNorm},
 };
 
 pub(super) static OPT: Decoder = Decoder {

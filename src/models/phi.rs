@@ -10,7 +10,8 @@ use crate::{
     mil::{DType, Weight},
     nn::{
         Act, Hidden, Net,
-        cache::{Attention, HeadNorm, Steps},
+        cache::{Attention, Steps},
+        head_norm::HeadNorm,
     },
 };
 

@@ -9,7 +9,8 @@ use crate::{
     error::Result,
     nn::{
         Hidden, Net,
-        cache::{Attention, HeadNorm, Steps},
+        cache::{Attention, Steps},
+        head_norm::HeadNorm,
     },
 };
 
@@ -34,7 +35,7 @@ fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
             norm: HeadNorm::None,
             slopes: None,
         };
-        llama::block(n, shape, steps, place, attention, 1.0, x, |n, h| {
+        llama::block(n, steps, place, attention, 1.0, x, |n, h| {
             let act = llama::act(n)?;
             let both = n.linear("mlp.gate_up_proj", h)?;
             let h = n.gate_halves("mlp.gate_up", act, both)?;

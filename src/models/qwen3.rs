@@ -6,11 +6,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    nn::{
-        Hidden, Net,
-        cache::{HeadNorm, Steps},
-        moe::Experts,
-    },
+    nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, moe::Experts},
 };
 
 pub(super) static QWEN3: Decoder = Decoder { layer, ..llama::QWEN2 };
@@ -24,14 +20,14 @@ fn norm(n: &Net<'_>) -> Result<HeadNorm> {
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {
         let attention = llama::attention(n, shape, norm(n)?)?;
-        llama::block(n, shape, steps, place, attention, 1.0, x, |n, h| llama::mlp(n, 1.0, h))
+        llama::block(n, steps, place, attention, 1.0, x, |n, h| llama::mlp(n, 1.0, h))
     })
 }
 
 fn sparse(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {
         let attention = llama::attention(n, shape, norm(n)?)?;
-        llama::block(n, shape, steps, place, attention, 1.0, x, |n, h| {
+        llama::block(n, steps, place, attention, 1.0, x, |n, h| {
             if n.has("mlp.gate_proj.weight") { llama::mlp(n, 1.0, h) } else { experts(n, h) }
         })
     })

@@ -143,6 +143,9 @@ impl Net<'_> {
 impl Rows {
     /// `source` `[out, width]` with the rows picked and scaled.
     pub(super) fn store(&self, net: &Net<'_>, source: &Weight, width: usize, shape: Vec<usize>) -> Weight {
+        if let (Some(range), true) = (self.contiguous(), self.scale == 1.0) {
+            return net.store(&source.rows(range), "", shape, Ok);
+        }
         let rows = self.clone();
         let how = match (self.contiguous(), self.scale) {
             (Some(r), scale) => format!("rows {}..{} × {scale}", r.start, r.end),

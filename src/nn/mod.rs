@@ -7,6 +7,7 @@ pub mod attention;
 pub mod cache;
 pub mod embed;
 pub mod head;
+pub mod head_norm;
 pub mod linear;
 pub mod moe;
 pub mod net;

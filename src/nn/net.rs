@@ -83,7 +83,7 @@ impl<'a> Net<'a> {
 
     /// A tensor of the checkpoint, in its own element type.
     pub fn source(&self, name: &str) -> Result<Weight> {
-        self.checkpoint.tensors.weight(&self.place(name))
+        self.checkpoint.tensors.float_weight(&self.place(name))
     }
 
     /// A tensor as a weight of the program, given the shape it is used in.
@@ -100,7 +100,8 @@ impl<'a> Net<'a> {
         f: impl Fn(Vec<f32>) -> Result<Vec<f32>> + Send + Sync + 'static,
     ) -> Weight {
         let shape = shape.into();
-        let how = format!("{how} {} {shape:?}", self.float);
+        // The shape is no part of the key: the same bytes serve a table and the head that is tied to it.
+        let how = format!("{how} {}", self.float);
         let tensor = format!("tensor `{}`", source.key.trim_start_matches("ckpt:"));
         source.map(how.trim_start(), self.float, shape, move |values| f(finite(values).at(&tensor)?))
     }

@@ -122,5 +122,5 @@ pub(super) fn correction(width: usize, channels: usize) -> f32 {
 /// `[e, −e]` along axis 1 of `[B, 2, H, W]`.
 fn pair_values(e: f32, shape: &[usize]) -> Vec<f32> {
     let inner = shape[2] * shape[3];
-    (0..shape[0] * 2 * inner).map(|i| if (i / inner) % 2 == 0 { e } else { -e }).collect()
+    (0..shape[0] * 2 * inner).map(|i| if (i / inner).is_multiple_of(2) { e } else { -e }).collect()
 }

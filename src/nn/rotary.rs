@@ -36,7 +36,7 @@ impl Rope {
         dims: usize,
         context: usize,
     ) -> Result<Rope> {
-        if dims == 0 || dims % 2 != 0 {
+        if dims == 0 || !dims.is_multiple_of(2) {
             bail!("{}: {dims} rotary channels, an even number is expected", config.path().display());
         }
         let plain = frequencies(theta, dims);

@@ -206,7 +206,7 @@ impl Reader {
     /// The packed bytes of a record.
     pub fn bytes(&self, record: &Record) -> Bytes {
         let at = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        Bytes::Mapped(self.map.clone(), at(record.data)..at(record.data + record.len))
+        Bytes::mapped(self.map.clone(), at(record.data)..at(record.data + record.len))
     }
 
     /// Every record in order of the file; ends at the first that is broken.

@@ -1,5 +1,4 @@
 //! Packages read, written and refused.
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod damage;
 mod interface;
