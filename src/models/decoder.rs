@@ -75,6 +75,8 @@ pub struct Shape {
     pub kinds: Vec<Kind>,
     /// The kind of each layer.
     pub kind_of: Vec<usize>,
+    /// ALiBi's slopes, one per query head.
+    pub slopes: Option<Vec<f32>>,
     /// The longest context that the checkpoint was made for.
     pub longest: usize,
     /// Name of the bare model in the checkpoint.
@@ -238,6 +240,7 @@ impl Frame<'_> {
                     capacity: self.capacity,
                     layers: piece.layers.len(),
                     kinds: shape.kinds.clone(),
+                    slopes: shape.slopes.clone(),
                     update: self.plan.chunks.update,
                 };
                 Some(Steps::new(&mut net, setup, positions)?)

@@ -90,7 +90,7 @@ fn block(
 ) -> Result<Hidden> {
     let eps = eps(n)?;
     let h = n.layer_norm("ln_1", eps, x)?;
-    let attention = Attention { qkv, scale, soft_cap: None, norm: HeadNorm::None, slopes: None };
+    let attention = Attention { qkv, scale, soft_cap: None, norm: HeadNorm::None };
     let a = n.cached_attention("attn", steps, place.at(), attention, h)?;
     let o = n.projection(out)?;
     let a = n.attention_output(out, steps.heads, o, a)?;

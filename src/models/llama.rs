@@ -78,7 +78,6 @@ pub(super) fn attention(n: &Net<'_>, shape: &Shape, norm: HeadNorm) -> Result<At
         scale: Net::score_scale(shape.heads.dim),
         soft_cap: None,
         norm,
-        slopes: None,
     })
 }
 

@@ -38,7 +38,13 @@ pub(super) static GPT_NEOX: Decoder = Decoder {
 pub(super) static BLOOM: Decoder = Decoder {
     bases: &["transformer"],
     shape: |config, context| {
-        shapes::shape(config, context, &Plain { embedding: "word_embeddings", rotary: 0.0, ..Plain::LLAMA })
+        let mut shape = shapes::shape(
+            config,
+            context,
+            &Plain { embedding: "word_embeddings", rotary: 0.0, ..Plain::LLAMA },
+        )?;
+        shape.slopes = Some(slopes(shape.heads.query));
+        Ok(shape)
     },
     embed: |n, shape, ids| {
         let x = words(n, shape, ids)?;
@@ -70,13 +76,7 @@ fn per_head(n: &Net<'_>, name: &str, shape: &Shape) -> Result<[Projection; 3]> {
 }
 
 fn plain(shape: &Shape, qkv: [Projection; 3]) -> Attention {
-    Attention {
-        qkv,
-        scale: Net::score_scale(shape.heads.dim),
-        soft_cap: None,
-        norm: HeadNorm::None,
-        slopes: None,
-    }
+    Attention { qkv, scale: Net::score_scale(shape.heads.dim), soft_cap: None, norm: HeadNorm::None }
 }
 
 fn neox(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
@@ -102,10 +102,7 @@ fn bloom(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
         n.checkpoint.config.bool_or(&["apply_residual_connection_post_layernorm"], false)?;
     let eps = eps(n)?;
     n.within(&format!("h.{}", place.layer), |n| {
-        let attention = Attention {
-            slopes: Some(slopes(shape.heads.query)),
-            ..plain(shape, per_head(n, "self_attention.query_key_value", shape)?)
-        };
+        let attention = plain(shape, per_head(n, "self_attention.query_key_value", shape)?);
         let h = n.layer_norm("input_layernorm", eps, x)?;
         let a = n.cached_attention("self_attention", steps, place.at(), attention, h)?;
         let o = n.projection("self_attention.dense")?;
@@ -130,6 +127,9 @@ fn falcon_shape(config: &Config, context: usize) -> Result<Shape> {
         (false, true) => 1,
         (false, false) => shape.heads.query,
     };
+    // The bias is added before the scale here.
+    let scale = Net::score_scale(shape.heads.dim);
+    shape.slopes = alibi.then(|| slopes(shape.heads.query).iter().map(|s| s * scale).collect());
     Ok(shape)
 }
 
@@ -137,7 +137,6 @@ fn falcon(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hi
     let config = &n.checkpoint.config;
     let grouped = config.bool_or(&["new_decoder_architecture"], false)?;
     let parallel = config.bool_or(&["parallel_attn"], true)? || grouped;
-    let alibi = config.bool_or(&["alibi"], false)?;
     let act = Act::parse(config.str_or(&["activation"], "gelu")?)?;
     let eps = eps(n)?;
     n.within(&format!("h.{}", place.layer), |n| {
@@ -153,10 +152,7 @@ fn falcon(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hi
             };
             [fused.clone().take(rows(0, g)), fused.clone().take(rows(g, 1)), fused.take(rows(g + 1, 1))]
         };
-        // The bias is added before the scale here.
-        let scale = Net::score_scale(d);
-        let slopes = alibi.then(|| slopes(shape.heads.query).iter().map(|s| s * scale).collect());
-        let attention = Attention { slopes, ..plain(shape, qkv) };
+        let attention = plain(shape, qkv);
         let two = n.has("ln_attn.weight");
         let h = n.layer_norm(if two { "ln_attn" } else { "input_layernorm" }, eps, x)?;
         let a = n.cached_attention("self_attention", steps, place.at(), attention, h)?;

@@ -33,7 +33,6 @@ fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
             scale: Net::score_scale(shape.heads.dim),
             soft_cap: None,
             norm: HeadNorm::None,
-            slopes: None,
         };
         llama::block(n, steps, place, attention, 1.0, x, |n, h| {
             let act = llama::act(n)?;

@@ -81,6 +81,7 @@ pub(super) fn sizes(config: &Config, embedding: &'static str) -> Result<Shape> {
         vocab: config.usize(&["vocab_size"])?,
         kinds: Vec::new(),
         kind_of: Vec::new(),
+        slopes: None,
         longest: config.usize_or(&["max_position_embeddings", "n_positions", "seq_length"], 2048)?,
         base: String::new(),
         embedding,

@@ -83,8 +83,6 @@ pub struct Attention {
     pub scale: f32,
     pub soft_cap: Option<f32>,
     pub norm: HeadNorm,
-    /// Bias by distance, as a slope per query head.
-    pub slopes: Option<Vec<f32>>,
 }
 
 /// What a function is built with.
@@ -95,6 +93,8 @@ pub struct Setup {
     pub capacity: usize,
     pub layers: usize,
     pub kinds: Vec<Kind>,
+    /// Bias by distance, as a slope per query head.
+    pub slopes: Option<Vec<f32>>,
     pub update: Update,
 }
 
@@ -107,7 +107,7 @@ impl Heads {
 impl Steps {
     /// The state, and everything that depends on positions alone.
     pub fn new(n: &mut Net<'_>, setup: Setup, position_ids: ValueId) -> Result<Steps> {
-        let Setup { heads, context, capacity, layers, kinds, update } = setup;
+        let Setup { heads, context, capacity, layers, kinds, slopes, update } = setup;
         let state_type = TensorType::new(DType::F16, [2 * layers, heads.kv, capacity, heads.padded]);
         let state = n.builder.input("kv_cache", Type::state(state_type))?;
         let (begins, ends) = match update {
@@ -124,7 +124,10 @@ impl Steps {
                 Some(rope) => Some(rotation(n, rope, heads.padded, context, i, position_ids)?),
                 None => None,
             };
-            let mask = mask(n, context, i, position_ids, kind.window)?;
+            let mut mask = mask(n, context, i, position_ids, kind.window)?;
+            if let Some(slopes) = &slopes {
+                mask = sloped(n, heads, context, position_ids, slopes, mask)?;
+            }
             prepared.push(Prepared { kind, rotation, mask });
         }
         let cache = n.op("read_state", "cache", [("input", state.into())])?;
@@ -263,10 +266,6 @@ impl Net<'_> {
         let k = steps.store(self, &format!("{name}.k"), layer, k)?;
         let v = steps.store(self, &format!("{name}.v"), steps.layers + layer, v)?;
         let mask = steps.kinds[kind].mask;
-        let mask = match &a.slopes {
-            Some(slopes) => self.sloped_mask(name, steps, slopes, mask)?,
-            None => mask,
-        };
         let g = h.group();
         let y = if t == 1 {
             let q = self.reshape(&format!("{name}.q_heads"), q, &[1, h.kv, g, h.padded])?;
@@ -362,22 +361,6 @@ impl Net<'_> {
         };
         let masked = self.binary("add", &format!("{name}.masked"), scores, mask)?;
         self.op("softmax", &format!("{name}.weights"), [("x", masked.into()), ("axis", axis.into())])
-    }
-
-    /// The mask with each head's slope times the distance added, made once per function.
-    fn sloped_mask(&mut self, name: &str, steps: &Steps, slopes: &[f32], mask: ValueId) -> Result<ValueId> {
-        let (n, t, h) = (steps.context, self.tokens, steps.heads);
-        let (slots, row) = if t == 1 { ([1, 1, 1, n], [1, 1, 1, 1]) } else { ([1, 1, n, 1], [1, 1, 1, t]) };
-        let iota = iota(n, &slots);
-        let at = self.reshape(&format!("{name}.alibi_position"), steps.position_ids, &row)?;
-        let distance = self.binary("sub", &format!("{name}.alibi_distance"), iota, at)?;
-        let distance = self.cast(&format!("{name}.alibi_float"), distance, self.float)?;
-        let shape = if t == 1 { [1, h.kv, h.group(), 1] } else { [h.kv, h.group(), 1, 1] };
-        let slopes = self.constant(&format!("alibi {slopes:?}"), &shape, slopes.to_vec());
-        let bias = self.binary("mul", &format!("{name}.alibi"), distance, slopes)?;
-        // Slots after the query are far positive there, and blocked by the mask all the same.
-        let bias = self.binary("minimum", &format!("{name}.alibi_past"), bias, self.scalar(0.0))?;
-        self.binary("add", &format!("{name}.alibi_mask"), bias, mask)
     }
 
     pub(super) fn reshape(&mut self, name: &str, x: ValueId, shape: &[usize]) -> Result<ValueId> {
@@ -537,4 +520,27 @@ fn mask(
     let seen = n.op("cast", &format!("mask_{kind}_one"), [("x", seen.into()), ("dtype", float.into())])?;
     let unseen = n.binary("sub", &format!("mask_{kind}_unseen"), n.scalar(1.0), seen)?;
     n.binary("mul", &format!("mask_{kind}"), unseen, n.scalar(BLOCKED))
+}
+
+/// The mask with each head's slope times the distance added: `[1, H, G, N]` or `[H, G, N, T]`.
+fn sloped(
+    n: &mut Net<'_>,
+    h: Heads,
+    context: usize,
+    position_ids: ValueId,
+    slopes: &[f32],
+    mask: ValueId,
+) -> Result<ValueId> {
+    let one = n.tokens == 1;
+    let (slots, row) =
+        if one { ([1, 1, 1, context], [1; 4]) } else { ([1, 1, context, 1], [1, 1, 1, n.tokens]) };
+    let at = n.reshape("alibi_position", position_ids, &row)?;
+    let distance = n.binary("sub", "alibi_distance", iota(context, &slots), at)?;
+    let distance = n.cast("alibi_float", distance, n.float)?;
+    let shape = if one { [1, h.kv, h.group(), 1] } else { [h.kv, h.group(), 1, 1] };
+    let slopes = n.constant(&format!("alibi {slopes:?}"), &shape, slopes.to_vec());
+    let bias = n.binary("mul", "alibi", distance, slopes)?;
+    // Slots after the query are positive there, and blocked by the mask all the same.
+    let bias = n.binary("minimum", "alibi_past", bias, n.scalar(0.0))?;
+    n.binary("add", "alibi_mask", bias, mask)
 }

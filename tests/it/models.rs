@@ -1,5 +1,6 @@
 //! Emitted programs against what Transformers computed, and against our reference where nothing is stored.
 
+mod decoders;
 mod heads;
 mod structure;
 mod traps;
