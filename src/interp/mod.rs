@@ -139,6 +139,9 @@ impl<'a> Machine<'a> {
                 Some(state) => self.update_state(frame, op, *state)?,
                 None => self.run_op(frame, op, plan.blocks(i))?,
             }
+            if plan.reuse.copies.contains(&i) {
+                frame.detach(op)?;
+            }
             for id in plan.frees(i) {
                 frame.clear(*id);
             }
@@ -341,6 +344,17 @@ impl<'a> Frame<'a, '_> {
         match self.values.get_mut(id.0 as usize) {
             Some(slot) => *slot = Some(value),
             None => bail!("value {} is outside the function", id.0),
+        }
+        Ok(())
+    }
+
+    /// Gives the results of an op memory of their own.
+    fn detach(&mut self, op: &Op) -> Result<()> {
+        for id in &op.outputs {
+            if let Val::Tensor(t) = self.get(*id)? {
+                let own = t.force_contiguous()?;
+                self.set(*id, own.into())?;
+            }
         }
         Ok(())
     }

@@ -2,7 +2,8 @@
 //!
 //! `slice_update` of what a state holds now, written back to that state at once, may change the buffer
 //! itself, unless a value that shares the buffer is needed later. What may share it is everything computed
-//! from a read of the state, up to ops whose results are always tensors of their own.
+//! from a read of the state, up to ops whose results are always tensors of their own. A slice that is
+//! needed beyond the next update is copied, which is less than to copy the state.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,6 +16,8 @@ pub(super) struct Reuse {
     pub updates: BTreeMap<usize, ValueId>,
     /// Writes that the update before them has already made.
     pub written: BTreeSet<usize>,
+    /// Slices to copy.
+    pub copies: BTreeSet<usize>,
     /// States whose buffers can outlive the run in one of its results, or in another state.
     pub exposed: BTreeSet<ValueId>,
 }
@@ -40,10 +43,11 @@ impl Reuse {
     /// `last` is the last op that uses each value, values that are results left out.
     pub(super) fn of(function: &Function, last: &BTreeMap<ValueId, usize>) -> Reuse {
         let mut reuse = Reuse::default();
+        let reach = reach(function);
         for id in &function.inputs {
             if let Type::State(held) = function.ty(*id) {
-                Sharers { function, last, state: *id, all: BTreeSet::new(), now: BTreeSet::new() }
-                    .find(held, &mut reuse);
+                let (all, now) = (BTreeSet::new(), BTreeSet::new());
+                Sharers { function, last, reach: &reach, state: *id, all, now }.find(held, &mut reuse);
             }
         }
         reuse
@@ -54,6 +58,7 @@ impl Reuse {
 struct Sharers<'a> {
     function: &'a Function,
     last: &'a BTreeMap<ValueId, usize>,
+    reach: &'a BTreeMap<ValueId, usize>,
     state: ValueId,
     all: BTreeSet<ValueId>,
     /// Those that are what the state holds now.
@@ -75,11 +80,27 @@ impl Sharers<'_> {
             if reuse.written.contains(&i) {
                 continue;
             }
+            if self.outlives(i, op) {
+                reuse.copies.insert(i);
+                continue;
+            }
             exposed |= self.pass(op);
         }
         if exposed || body.outputs.iter().any(|id| self.all.contains(id)) {
             reuse.exposed.insert(self.state);
         }
+    }
+
+    /// Whether this is a slice of the state that is still needed when the state is written next.
+    fn outlives(&self, i: usize, op: &Op) -> bool {
+        let ops = &self.function.body.ops;
+        let writes = |op: &Op| op.kind == "write_state" && argument(op, "input") == Some(self.state);
+        let slice = matches!(op.kind.as_str(), "slice_by_size" | "slice_by_index");
+        slice
+            && argument(op, "x").is_some_and(|x| self.all.contains(&x))
+            && (i + 1..ops.len()).find(|j| writes(&ops[*j])).is_some_and(|write| {
+                op.outputs.iter().any(|id| self.reach.get(id).is_some_and(|last| *last > write))
+            })
     }
 
     /// The op that writes the result of this update back, if the two can be one.
@@ -150,6 +171,23 @@ impl Mentions {
             self.op(op, state, sharers);
         }
     }
+}
+
+/// The last op that uses a value, or another one that may share its memory.
+fn reach(function: &Function) -> BTreeMap<ValueId, usize> {
+    let body = &function.body;
+    let mut reach: BTreeMap<ValueId, usize> = body.outputs.iter().map(|id| (*id, body.ops.len())).collect();
+    for (i, op) in body.ops.iter().enumerate().rev() {
+        let shared = op.outputs.iter().filter_map(|id| reach.get(id)).max().copied();
+        let last = shared.filter(|_| !OWN.contains(&op.kind.as_str())).unwrap_or(i);
+        for arg in op.args() {
+            if let Arg::Value(id) = arg {
+                let known = reach.entry(*id).or_insert(last);
+                *known = last.max(*known);
+            }
+        }
+    }
+    reach
 }
 
 fn argument(op: &Op, name: &str) -> Option<ValueId> {
@@ -225,13 +263,19 @@ mod tests {
             vec![updated(b, a, x)]
         });
         assert_eq!(output, (1, true));
-        let older_read_needed = in_place(|b, [a, _]| {
+        let older_row_needed = in_place(|b, [a, _]| {
             let x = read(b, a);
             let old = row(b, x);
             updated(b, a, x);
             vec![double(b, old)]
         });
-        assert_eq!(older_read_needed, (0, false));
+        assert_eq!(older_row_needed, (1, false));
+        let older_whole_needed = in_place(|b, [a, _]| {
+            let x = read(b, a);
+            updated(b, a, x);
+            vec![double(b, x)]
+        });
+        assert_eq!(older_whole_needed, (0, false));
         let stale = in_place(|b, [a, _]| {
             let old = read(b, a);
             updated(b, a, old);
