@@ -18,7 +18,7 @@ pub use states::States;
 use crate::{
     bail,
     error::{Context, Error, Result},
-    mil::{Arg, Block, Const, DType, Data, Function, Op, Program, Type, ValueId},
+    mil::{Arg, Block, Const, DType, Data, Function, Op, Program, TensorType, Type, ValueId},
     ops::{self, Call, Eval, Val},
 };
 
@@ -305,7 +305,10 @@ impl<'a> Machine<'a> {
         if let Some(value) = self.weights.get(&key) {
             return Ok(value.clone());
         }
-        let value = Val::constant(constant)?;
+        let value = match constant.ty.as_tensor().and_then(TensorType::shape) {
+            Some(shape) if w.dtype == DType::F16 => Val::floats(settle::halves(w)?, &shape)?,
+            _ => Val::constant(constant)?,
+        };
         if keep {
             self.weights.insert(key, value.clone());
         }

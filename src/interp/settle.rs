@@ -10,7 +10,7 @@ use super::Precision;
 use crate::{
     bail,
     error::Result,
-    mil::{Arg, DType, Dim, Function, Op, Type, types::shape_text},
+    mil::{Arg, DType, Dim, Function, Op, Type, Weight, types::shape_text},
     ops::Val,
 };
 
@@ -30,6 +30,9 @@ const MOVES: &[&str] = &[
     "stack",
     "transpose",
 ];
+
+/// Elements converted at a time, as many as fit the fastest cache.
+const BLOCK: usize = 1024;
 
 /// How values of an element type are held.
 pub(super) fn kind(dtype: DType) -> CandleType {
@@ -130,8 +133,6 @@ where
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        /// As much as fits the fastest cache.
-        const BLOCK: usize = 1024;
         let (CpuStorage::F32(values), Some((start, end))) = (storage, layout.contiguous_offsets()) else {
             candle_core::bail!("contiguous floats are expected");
         };
@@ -149,6 +150,22 @@ where
         }
         Ok(())
     }
+}
+
+/// The elements of a weight of fp16, decoded in parallel.
+pub(super) fn halves(weight: &Weight) -> Result<Vec<f32>> {
+    let bytes = weight.bytes()?;
+    let mut values = vec![0.0; weight.count()];
+    values.par_chunks_mut(16 * BLOCK).zip(bytes.par_chunks(32 * BLOCK)).for_each(|(to, from)| {
+        let mut narrow = [f16::ZERO; BLOCK];
+        for (to, from) in to.chunks_mut(BLOCK).zip(from.chunks(2 * BLOCK)) {
+            for (half, bytes) in narrow.iter_mut().zip(from.as_chunks::<2>().0) {
+                *half = f16::from_le_bytes(*bytes);
+            }
+            narrow[..to.len()].convert_to_f32_slice(to);
+        }
+    });
+    Ok(values)
 }
 
 /// Integers as two's complement of the declared width.
