@@ -5,18 +5,20 @@
 
 pub mod compare;
 mod plan;
+mod reuse;
 mod settle;
 mod states;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use candle_core::Tensor;
 use plan::Plan;
 pub use states::States;
 
 use crate::{
     bail,
     error::{Context, Error, Result},
-    mil::{Arg, Block, Const, DType, Data, Function, Op, Program, Type, ValueId},
+    mil::{Arg, Block, Const, DType, Data, Function, Op, Program, TensorType, Type, ValueId},
     ops::{self, Call, Eval, Val},
 };
 
@@ -73,10 +75,15 @@ impl<'a> Machine<'a> {
         tap: Option<Tap<'t>>,
     ) -> Result<BTreeMap<String, Val>> {
         let (name, function) = self.function(function)?;
-        let mut frame = Frame { name, function, values: vec![None; function.values.len()], states, tap };
+        let values = vec![None; function.values.len()];
+        let mut frame = Frame { name, function, values, states, tap, shared: BTreeSet::new() };
         self.take_inputs(&mut frame, inputs).at(name)?;
         // The plan is put back whatever happens, so that the machine can be used again.
         let plan = self.plans.remove(name).unwrap_or_default();
+        // A tap may keep what it sees.
+        let states =
+            function.inputs.iter().filter(|id| frame.tap.is_some() || plan.reuse.exposed.contains(id));
+        frame.shared = states.map(|id| function.name(*id)).collect();
         let outputs = self.run_block(&mut frame, &function.body, &plan);
         self.plans.insert(name, plan);
         let names = function.body.outputs.iter().map(|id| function.name(*id).to_string());
@@ -114,7 +121,8 @@ impl<'a> Machine<'a> {
                 (_, None) => bail!("input `{}` is missing", input.name; hint: "{}", wanted()),
                 (Type::Tensor(t), Some(Val::Tensor(v))) => {
                     let v = Val::Tensor(v.to_dtype(settle::kind(t.dtype))?);
-                    settle::settle(v, &input.ty, self.precision).at(format!("input `{}`", input.name))?
+                    settle::settle(v, &input.ty, self.precision, false)
+                        .at(format!("input `{}`", input.name))?
                 }
                 (ty, Some(_)) => bail!("input `{}` is {ty}, a tensor is expected", input.name),
             };
@@ -126,7 +134,14 @@ impl<'a> Machine<'a> {
     /// Runs the ops of a block and gives its outputs.
     fn run_block(&mut self, frame: &mut Frame<'a, '_>, block: &'a Block, plan: &Plan) -> Result<Vec<Val>> {
         for (i, op) in block.ops.iter().enumerate() {
-            self.run_op(frame, op, plan.blocks(i))?;
+            match plan.reuse.updates.get(&i) {
+                _ if plan.reuse.written.contains(&i) => {}
+                Some(state) => self.update_state(frame, op, *state)?,
+                None => self.run_op(frame, op, plan.blocks(i))?,
+            }
+            if plan.reuse.copies.contains(&i) {
+                frame.detach(op)?;
+            }
             for id in plan.frees(i) {
                 frame.clear(*id);
             }
@@ -135,11 +150,7 @@ impl<'a> Machine<'a> {
     }
 
     fn run_op(&mut self, frame: &mut Frame<'a, '_>, op: &'a Op, inner: &[Plan]) -> Result<()> {
-        let place = |frame: &Frame<'_, '_>| {
-            let result = op.outputs.first().and_then(|id| frame.function.values.get(id.0 as usize));
-            let result = result.map_or(op.name(), |v| v.name.as_str());
-            format!("{}: {} → {result}", frame.name, op.kind)
-        };
+        let place = |frame: &Frame<'_, '_>| frame.place(op);
         let results = match op.kind.as_str() {
             "const" => return self.constant_op(frame, op).map_err(|e| e.at(place(frame))),
             "cond" => self.cond(frame, op, inner, place)?,
@@ -148,6 +159,16 @@ impl<'a> Machine<'a> {
             _ => self.compute(frame, op).map_err(|e| e.at(place(frame)))?,
         };
         self.accept(frame, op, results).map_err(|e| e.at(place(frame)))
+    }
+
+    /// A `slice_update` and the `write_state` after it, in the state's own buffer.
+    fn update_state(&mut self, frame: &mut Frame<'a, '_>, op: &'a Op, state: ValueId) -> Result<()> {
+        let name = frame.function.name(state);
+        let keep = frame.shared.contains(name);
+        let call = self.call(frame, op).map_err(|e| e.at(frame.place(op)))?;
+        let update = |held: &Tensor| ops::shape::update(&call, held);
+        let value = frame.states.update(name, keep, update).map_err(|e| e.at(frame.place(op)))?;
+        self.accept(frame, op, vec![value.into()]).map_err(|e| e.at(frame.place(op)))
     }
 
     fn constant_op(&mut self, frame: &mut Frame<'a, '_>, op: &'a Op) -> Result<()> {
@@ -182,10 +203,15 @@ impl<'a> Machine<'a> {
             Eval::Binary(f) => ops::one(f(call.tensor("x")?, call.tensor("y")?)?),
             Eval::Call(f) => f(&call),
             Eval::Flow => match (op.kind.as_str(), call.get("input")?) {
-                ("read_state", Val::State(name)) => ops::one(frame.states.read(name)?),
+                ("read_state", Val::State(name)) => {
+                    let keep = frame.shared.contains(name.as_str());
+                    ops::one(frame.states.read(name, keep)?)
+                }
                 ("write_state", Val::State(name)) => {
                     let data = call.get("data")?.clone();
-                    frame.states.write(name, data, self.precision)?;
+                    let fits = settle::fits_state(frame.function, op);
+                    let precision = if fits { Precision::Fp32 } else { self.precision };
+                    frame.states.write(name, data, precision)?;
                     Ok(Vec::new())
                 }
                 _ => bail!("`input` is no state"),
@@ -238,8 +264,10 @@ impl<'a> Machine<'a> {
         if results.len() != op.outputs.len() {
             bail!("{} results, {} are declared", results.len(), op.outputs.len());
         }
+        let precision = if settle::only_moves(frame.function, op) { Precision::Fp32 } else { self.precision };
+        let own = reuse::OWN.contains(&op.kind.as_str());
         for (id, value) in op.outputs.iter().zip(results) {
-            let value = settle::settle(value, frame.function.ty(*id), self.precision)?;
+            let value = settle::settle(value, frame.function.ty(*id), precision, own)?;
             if op.kind.starts_with("constexpr_") {
                 self.dense.insert((frame.name, *id), value.clone());
             }
@@ -277,7 +305,10 @@ impl<'a> Machine<'a> {
         if let Some(value) = self.weights.get(&key) {
             return Ok(value.clone());
         }
-        let value = Val::constant(constant)?;
+        let value = match constant.ty.as_tensor().and_then(TensorType::shape) {
+            Some(shape) if w.dtype == DType::F16 => Val::floats(settle::halves(w)?, &shape)?,
+            _ => Val::constant(constant)?,
+        };
         if keep {
             self.weights.insert(key, value.clone());
         }
@@ -292,9 +323,18 @@ struct Frame<'a, 't> {
     values: Vec<Option<Val>>,
     states: &'t mut States,
     tap: Option<Tap<'t>>,
+    /// Names of states whose buffers something outside the run may hold on to.
+    shared: BTreeSet<&'a str>,
 }
 
 impl<'a> Frame<'a, '_> {
+    /// An op, for messages.
+    fn place(&self, op: &Op) -> String {
+        let result = op.outputs.first().and_then(|id| self.function.values.get(id.0 as usize));
+        let result = result.map_or(op.name(), |v| v.name.as_str());
+        format!("{}: {} → {result}", self.name, op.kind)
+    }
+
     fn get(&self, id: ValueId) -> Result<&Val> {
         match self.values.get(id.0 as usize) {
             Some(Some(value)) => Ok(value),
@@ -307,6 +347,17 @@ impl<'a> Frame<'a, '_> {
         match self.values.get_mut(id.0 as usize) {
             Some(slot) => *slot = Some(value),
             None => bail!("value {} is outside the function", id.0),
+        }
+        Ok(())
+    }
+
+    /// Gives the results of an op memory of their own.
+    fn detach(&mut self, op: &Op) -> Result<()> {
+        for id in &op.outputs {
+            if let Val::Tensor(t) = self.get(*id)? {
+                let own = t.force_contiguous()?;
+                self.set(*id, own.into())?;
+            }
         }
         Ok(())
     }

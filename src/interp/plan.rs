@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::reuse::Reuse;
 use crate::mil::{Arg, Block, Function, ValueId};
 
 /// For each op of a block: the values whose last use it is, and the plans of its blocks.
@@ -9,11 +10,15 @@ use crate::mil::{Arg, Block, Function, ValueId};
 pub(super) struct Plan {
     frees: Vec<Vec<ValueId>>,
     blocks: Vec<Vec<Plan>>,
+    pub(super) reuse: Reuse,
 }
 
 impl Plan {
     pub(super) fn of_function(function: &Function) -> Plan {
-        Plan::of_block(&function.body, &function.inputs).0
+        let (mut plan, _) = Plan::of_block(&function.body, &function.inputs);
+        let last = plan.frees.iter().enumerate().flat_map(|(i, ids)| ids.iter().map(move |id| (*id, i)));
+        plan.reuse = Reuse::of(function, &last.collect());
+        plan
     }
 
     pub(super) fn frees(&self, op: usize) -> &[ValueId] {
@@ -29,7 +34,7 @@ impl Plan {
     fn of_block(block: &Block, inputs: &[ValueId]) -> (Plan, BTreeSet<ValueId>) {
         let mut own: BTreeSet<ValueId> = inputs.iter().chain(&block.inputs).copied().collect();
         let mut last: BTreeMap<ValueId, usize> = BTreeMap::new();
-        let mut plan = Plan { frees: vec![Vec::new(); block.ops.len()], blocks: Vec::new() };
+        let mut plan = Plan { frees: vec![Vec::new(); block.ops.len()], ..Plan::default() };
         for (i, op) in block.ops.iter().enumerate() {
             own.extend(&op.outputs);
             last.extend(op.outputs.iter().map(|id| (*id, i)));

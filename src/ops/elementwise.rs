@@ -1,6 +1,7 @@
 //! Ops on one element, or on two.
 
 use candle_core::{DType as CandleType, Device, Tensor, cpu::erf::erf_f32};
+use rayon::prelude::*;
 
 use super::{
     BOOL, Call, DTypes, Eval, FLOAT, NUMBER, Opset, Param, Preset, STRING, Spec, Tolerance, Val, args::named,
@@ -20,10 +21,12 @@ mod quantize;
 const VALUE: DTypes = DTypes::of(&[DType::F16, DType::F32, DType::I32, DType::Bool]);
 
 pub static SPECS: &[&Spec] = &[
-    &binary("add", |x, y| both(x, y, |x, y| x.broadcast_add(y), i64::wrapping_add)),
-    &binary("sub", |x, y| both(x, y, |x, y| x.broadcast_sub(y), i64::wrapping_sub)),
-    &binary("mul", |x, y| both(x, y, |x, y| x.broadcast_mul(y), i64::wrapping_mul)),
-    &binary("real_div", |x, y| both(x, y, |x, y| x.broadcast_div(y), |a, b| a.checked_div(b).unwrap_or(0))),
+    &binary("add", |x, y| both(x, y, lined(|a, b| a + b, |x, y| x.broadcast_add(y)), i64::wrapping_add)),
+    &binary("sub", |x, y| both(x, y, lined(|a, b| a - b, |x, y| x.broadcast_sub(y)), i64::wrapping_sub)),
+    &binary("mul", |x, y| both(x, y, lined(|a, b| a * b, |x, y| x.broadcast_mul(y)), i64::wrapping_mul)),
+    &binary("real_div", |x, y| {
+        both(x, y, lined(|a, b| a / b, |x, y| x.broadcast_div(y)), |a, b| a.checked_div(b).unwrap_or(0))
+    }),
     &binary("floor_div", |x, y| both(x, y, floats(|a, b| (a / b).floor()), floor_div)),
     &binary("mod", |x, y| {
         both(x, y, floats(|a, b| a - (a / b).floor() * b), |a, b| {
@@ -250,17 +253,22 @@ const fn scaled(name: &'static str, params: &'static [Param], f: fn(&Call<'_>) -
 }
 
 /// The result of `f` on each element of `x`.
-fn each_of(c: &Call<'_>, f: impl Fn(f32) -> f32) -> Result<Vec<Val>> {
+fn each_of(c: &Call<'_>, f: impl Fn(f32) -> f32 + Sync) -> Result<Vec<Val>> {
     one(each(c.tensor("x")?, f)?)
 }
 
-pub(super) fn each(x: &Tensor, f: impl Fn(f32) -> f32) -> candle_core::Result<Tensor> {
-    let v: Vec<f32> = x.flatten_all()?.to_vec1()?;
-    Tensor::from_vec(v.into_iter().map(f).collect(), x.shape(), &Device::Cpu)
+pub(super) fn each(x: &Tensor, f: impl Fn(f32) -> f32 + Sync) -> candle_core::Result<Tensor> {
+    let mut v: Vec<f32> = x.flatten_all()?.to_vec1()?;
+    let part = |part: &mut [f32]| part.iter_mut().for_each(|v| *v = f(*v));
+    match v.len() {
+        0..=16384 => part(&mut v),
+        _ => v.par_chunks_mut(8192).for_each(part),
+    }
+    Tensor::from_vec(v, x.shape(), &Device::Cpu)
 }
 
 /// `f` on floats, `g` on integers.
-fn map(x: &Tensor, f: impl Fn(f32) -> f32, g: impl Fn(i64) -> i64) -> candle_core::Result<Tensor> {
+fn map(x: &Tensor, f: impl Fn(f32) -> f32 + Sync, g: impl Fn(i64) -> i64) -> candle_core::Result<Tensor> {
     if x.dtype() == CandleType::F32 {
         return each(x, f);
     }
@@ -291,6 +299,27 @@ fn pairs<T: candle_core::WithDType>(
 
 fn floats(f: impl Fn(f32, f32) -> f32) -> impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor> {
     move |x, y| pairs(x, y, &f)
+}
+
+/// `f` in parallel where `y` is repeated along leading axes of a large `x`, and `g` elsewhere.
+fn lined(
+    f: impl Fn(f32, f32) -> f32 + Sync,
+    g: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+) -> impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor> {
+    move |x, y| {
+        let (count, length) = (x.elem_count(), y.elem_count());
+        let leading = y.dims().iter().take_while(|n| **n == 1).count();
+        let repeated = y.rank() == x.rank() && x.dims()[leading..] == y.dims()[leading..];
+        if !repeated || count < 1 << 14 || length < 64 {
+            return g(x, y);
+        }
+        let (mut a, b): (Vec<f32>, Vec<f32>) = (x.flatten_all()?.to_vec1()?, y.flatten_all()?.to_vec1()?);
+        let step = if length == count { 8192 } else { length };
+        a.par_chunks_mut(step).enumerate().for_each(|(i, part)| {
+            part.iter_mut().zip(&b[i * step % length..]).for_each(|(a, b)| *a = f(*a, *b));
+        });
+        Tensor::from_vec(a, x.shape(), &Device::Cpu)
+    }
 }
 
 /// A vector of one entry a channel, shaped to broadcast against a tensor of that rank.

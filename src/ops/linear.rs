@@ -1,6 +1,7 @@
 //! Convolutions and matrix products.
 
 use candle_core::{DType as CandleType, Tensor};
+use rayon::prelude::*;
 
 use super::{
     Args, BOOL, Eval, NUMBER, Opset, Preset, STRING, Spec, Tolerance, args::named, broadcast, fixed, many,
@@ -159,13 +160,44 @@ pub(super) fn product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         return Ok(Tensor::zeros(shape, x.dtype(), x.device())?);
     }
     if batch.is_empty() {
+        return if *n == 1 { vector(x, y) } else { Ok(x.matmul(y)?) };
+    }
+    let spread = |t: &Tensor, rows: usize, columns: usize| {
+        t.broadcast_as(batch.iter().copied().chain([rows, columns]).collect::<Vec<usize>>())
+    };
+    let (x, y) = (spread(x, *m, *k)?, spread(y, *k, *n)?);
+    if even(&x) && even(&y) {
+        return Ok(x.matmul(&y)?);
+    }
+    if even(&x.get(0)?) && even(&y.get(0)?) {
+        let each = (0..batch[0]).into_par_iter().map(|i| x.get(i)?.matmul(&y.get(i)?));
+        return Ok(Tensor::stack(&each.collect::<candle_core::Result<Vec<_>>>()?, 0)?);
+    }
+    let stacked = |t: &Tensor, rows, columns| t.contiguous()?.reshape(((), rows, columns));
+    Ok(stacked(&x, *m, *k)?.matmul(&stacked(&y, *k, *n)?)?.reshape(shape)?)
+}
+
+/// Matrix times column, which one thread cannot feed from memory fast enough.
+fn vector(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    /// Always the same parts, so that no result depends on the number of threads.
+    const ROWS: usize = 128;
+    let rows = x.dims()[0];
+    if rows * y.dims()[0] < 1 << 16 {
         return Ok(x.matmul(y)?);
     }
-    let stacked = |t: &Tensor, rows: usize, columns: usize| {
-        let all: Vec<usize> = batch.iter().copied().chain([rows, columns]).collect();
-        t.broadcast_as(all)?.contiguous()?.reshape(((), rows, columns))
-    };
-    Ok(stacked(x, *m, *k)?.matmul(&stacked(y, *k, *n)?)?.reshape(shape)?)
+    let part = |i: usize| x.narrow(0, i * ROWS, ROWS.min(rows - i * ROWS))?.matmul(y);
+    let parts = (0..rows.div_ceil(ROWS)).into_par_iter().map(part);
+    Ok(Tensor::cat(&parts.collect::<candle_core::Result<Vec<_>>>()?, 0)?)
+}
+
+/// Whether the matrices follow each other at one distance, as candle wants it.
+fn even(x: &Tensor) -> bool {
+    match (&x.dims()[..x.rank() - 2], &x.stride()[..x.rank() - 2]) {
+        ([], []) | ([_], [_]) => true,
+        ([1, _] | [_, 1], [_, _]) => true,
+        ([_, n], [outer, inner]) => *outer == inner * n,
+        _ => false,
+    }
 }
 
 fn swapped(x: &Tensor, transpose: bool) -> Result<Tensor> {

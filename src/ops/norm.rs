@@ -1,6 +1,7 @@
 //! Normalisation and softmax.
 
 use candle_core::Tensor;
+use rayon::prelude::*;
 
 use super::{
     Call, Eval, FLOAT, INT, Opset, Preset, Spec, Tolerance, Val,
@@ -218,7 +219,14 @@ pub(super) fn softmax(x: &Tensor, axis: usize) -> Result<Tensor> {
 }
 
 /// Changes `x` in rows, each of which spans the given axes.
-fn rows(x: &Tensor, axes: &[usize], f: impl Fn(&mut [f32])) -> Result<Tensor> {
+fn rows(x: &Tensor, axes: &[usize], f: impl Fn(&mut [f32]) + Sync) -> Result<Tensor> {
+    let neighbours = axes.windows(2).all(|w| w[0] + 1 == w[1]);
+    if let (true, Some(first), Some(last)) =
+        (neighbours, axes.first(), axes.last().filter(|a| **a < x.rank()))
+    {
+        let sizes = [&x.dims()[*first..=*last], &x.dims()[last + 1..]].map(|d| d.iter().product::<usize>());
+        return columns(x, sizes, f);
+    }
     let (moved, order, span) = gathered(x, axes)?;
     let mut v: Vec<f32> = moved.flatten_all()?.to_vec1()?;
     v.chunks_mut(span.max(1)).for_each(f);
@@ -227,6 +235,28 @@ fn rows(x: &Tensor, axes: &[usize], f: impl Fn(&mut [f32])) -> Result<Tensor> {
         back[o] = i;
     }
     Ok(Tensor::from_vec(v, moved.shape(), x.device())?.permute(back.as_slice())?.contiguous()?)
+}
+
+/// Rows that span axes of `span` elements together, of which each is a step of `inner` from the next.
+fn columns(x: &Tensor, [span, inner]: [usize; 2], f: impl Fn(&mut [f32]) + Sync) -> Result<Tensor> {
+    let mut v: Vec<f32> = x.flatten_all()?.to_vec1()?;
+    if v.is_empty() || inner == 1 {
+        v.par_chunks_mut(span.max(1)).with_min_len(8192 / span.max(1) + 1).for_each(&f);
+        return Ok(Tensor::from_vec(v, x.shape(), x.device())?);
+    }
+    let mut moved = vec![0.0; v.len()];
+    let few = 4096 / span + 1;
+    moved.par_chunks_mut(span).with_min_len(few).enumerate().for_each(|(i, row)| {
+        let from = &v[i / inner * span * inner + i % inner..];
+        row.iter_mut().zip(from.iter().step_by(inner)).for_each(|(to, from)| *to = *from);
+        f(row);
+    });
+    let few = 4096 / inner + 1;
+    v.par_chunks_mut(inner).with_min_len(few).enumerate().for_each(|(i, line)| {
+        let from = &moved[i / span * span * inner + i % span..];
+        line.iter_mut().zip(from.iter().step_by(span)).for_each(|(to, from)| *to = *from);
+    });
+    Ok(Tensor::from_vec(v, x.shape(), x.device())?)
 }
 
 fn softmax_row(row: &mut [f32]) {

@@ -111,6 +111,185 @@ fn a_state_is_seen_by_the_next_call() {
     assert!(e.message().contains("state `total` is missing"), "{e}");
 }
 
+/// Row 1 of state `a` is replaced by `x`: 1 in the first call, 2 in the second.
+fn updating(outputs: impl Fn(&mut Builder, [ValueId; 2], ValueId) -> Vec<ValueId>) -> Program {
+    let mut b = Builder::new(Opset::Ios18);
+    let ty = || Type::state(TensorType::new(DType::F16, [2usize, 2]));
+    let states = [b.input("a", ty()).unwrap(), b.input("b", ty()).unwrap()];
+    let x = b.input("x", Type::tensor(DType::F16, [1usize, 2])).unwrap();
+    let outputs = outputs(&mut b, states, x);
+    program(b.finish(outputs))
+}
+
+fn read_state(b: &mut Builder, state: ValueId) -> ValueId {
+    b.op("read_state", "read", [("input", state.into())]).unwrap()
+}
+
+fn write_state(b: &mut Builder, state: ValueId, data: ValueId) {
+    b.ops("write_state", "write", [("input", state.into()), ("data", data.into())]).unwrap();
+}
+
+fn update(b: &mut Builder, state: ValueId, old: ValueId, x: ValueId) {
+    let params = [("x", old.into()), ("update", x.into()), ("begin", [1, 0].into()), ("end", [2, 2].into())];
+    let new = b.op("slice_update", "update", params).unwrap();
+    write_state(b, state, new);
+}
+
+#[test]
+fn values_read_from_a_state_stay_as_they_were() {
+    let rows = |b: &mut Builder, x: ValueId| {
+        let (begin, size) = ([1, 0], [1, 2]);
+        b.op("slice_by_size", "row", [("x", x.into()), ("begin", begin.into()), ("size", size.into())])
+            .unwrap()
+    };
+    for (what, program, expected) in [
+        (
+            "a result",
+            updating(|b, [a, _], x| {
+                let old = read_state(b, a);
+                update(b, a, old, x);
+                vec![read_state(b, a)]
+            }),
+            [[0.0, 0.0, 1.0, 1.0].as_slice(), &[0.0, 0.0, 2.0, 2.0]],
+        ),
+        (
+            "an older read",
+            updating(|b, [a, _], x| {
+                let old = read_state(b, a);
+                update(b, a, old, x);
+                vec![old]
+            }),
+            [&[0.0; 4], &[0.0, 0.0, 1.0, 1.0]],
+        ),
+        (
+            "a row of an older read",
+            updating(|b, [a, _], x| {
+                let old = read_state(b, a);
+                let row = rows(b, old);
+                update(b, a, old, x);
+                vec![b.op("add", "sum", [("x", row.into()), ("y", x.into())]).unwrap()]
+            }),
+            [&[1.0, 1.0], &[3.0, 3.0]],
+        ),
+        (
+            "the other state, which was given the value",
+            updating(|b, [a, other], x| {
+                let old = read_state(b, a);
+                write_state(b, other, old);
+                update(b, a, old, x);
+                vec![read_state(b, other)]
+            }),
+            [&[0.0; 4], &[0.0, 0.0, 1.0, 1.0]],
+        ),
+        (
+            "an input that was written",
+            updating(|b, [a, _], x| {
+                let both = [x, x];
+                let whole =
+                    b.op("concat", "whole", [("values", In::from(&both[..])), ("axis", 0.into())]).unwrap();
+                write_state(b, a, whole);
+                let read = read_state(b, a);
+                let zero = b.op("sub", "zero", [("x", x.into()), ("y", x.into())]).unwrap();
+                update(b, a, read, zero);
+                vec![whole]
+            }),
+            [&[1.0; 4], &[2.0; 4]],
+        ),
+    ] {
+        let mut machine = Machine::new(&program, Precision::Fp16);
+        let mut states = machine.states("main").unwrap();
+        let start = states.clone();
+        let mut results = Vec::new();
+        for v in [1.0, 2.0] {
+            let inputs = inputs(&[("x", floats(&[v, v], &[1, 2]))]);
+            results.push(machine.run("main", &inputs, &mut states, None).unwrap());
+        }
+        for (out, want) in results.iter().zip(expected) {
+            assert_eq!(out.values().next().unwrap().to_floats().unwrap(), want, "{what}");
+        }
+        assert_eq!(start.get("a").unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0.0; 4]);
+    }
+}
+
+/// A chain of updates in place, of two states in turn, is what copies would be; a clone stays behind.
+#[test]
+fn updates_of_two_states_do_not_meet() {
+    let program = updating(|b, [first, second], x| {
+        let (old, other) = (read_state(b, first), read_state(b, second));
+        update(b, first, old, x);
+        let twice = b.op("add", "twice", [("x", x.into()), ("y", x.into())]).unwrap();
+        update(b, second, other, twice);
+        let (now, then) = (read_state(b, first), read_state(b, second));
+        vec![b.op("add", "sum", [("x", now.into()), ("y", then.into())]).unwrap()]
+    });
+    let mut machine = Machine::new(&program, Precision::Fp16);
+    let mut states = machine.states("main").unwrap();
+    let clone = states.clone();
+    let mut call = |v: f64, states: &mut States| {
+        let inputs = inputs(&[("x", floats(&[v, v], &[1, 2]))]);
+        machine.run("main", &inputs, states, None).unwrap()["sum"].to_floats().unwrap()
+    };
+    assert_eq!(call(1.0, &mut states), [0.0, 0.0, 3.0, 3.0]);
+    assert_eq!(call(2.0, &mut states), [0.0, 0.0, 6.0, 6.0]);
+    assert_eq!(clone.get("b").unwrap().to_vec2::<f32>().unwrap(), [[0.0, 0.0], [0.0, 0.0]]);
+    let fork = states.clone();
+    call(5.0, &mut states);
+    assert_eq!(fork.get("b").unwrap().to_vec2::<f32>().unwrap(), [[0.0, 0.0], [4.0, 4.0]]);
+    assert_eq!(states.get("b").unwrap().to_vec2::<f32>().unwrap(), [[0.0, 0.0], [10.0, 10.0]]);
+}
+
+/// One block reads the state, the other replaces it; what comes out stays as it was after a later update.
+#[test]
+fn states_in_blocks_of_a_cond() {
+    let mut f = Function { opset: "CoreML8".into(), ..Function::default() };
+    let whole = || Type::tensor(DType::F16, [2usize, 2]);
+    let pred = f.add("pred", Type::scalar(DType::Bool));
+    let state = f.add("a", Type::state(TensorType::new(DType::F16, [2usize, 2])));
+    let x = f.add("x", Type::tensor(DType::F16, [1usize, 2]));
+    f.inputs = vec![pred, state, x];
+    let [early, yes, no, changed, out, before, new] =
+        ["early", "yes", "no", "changed", "out", "before", "new"].map(|name| f.add(name, whole()));
+    let read = |to| op("read_state", &[("input", state.into())], &[to]);
+    let write = |data: ValueId| op("write_state", &[("input", state.into()), ("data", data.into())], &[]);
+    let update = |from: ValueId, x: Given, to| {
+        let (begin, end) = (Const::ints(&[1, 0]), Const::ints(&[2, 2]));
+        op(
+            "slice_update",
+            &[("x", from.into()), ("update", x), ("begin", begin.into()), ("end", end.into())],
+            &[to],
+        )
+    };
+    let nines = Const::floats(DType::F16, &[1, 2], &[9.0; 2]);
+    let mut cond = op("cond", &[("pred", pred.into())], &[out]);
+    cond.blocks = vec![
+        Block { ops: vec![read(yes)], outputs: vec![yes], ..Block::default() },
+        Block {
+            ops: vec![read(no), update(no, nines.into(), changed), write(changed)],
+            outputs: vec![changed],
+            ..Block::default()
+        },
+    ];
+    f.body = Block {
+        ops: vec![read(early), cond, read(before), update(before, x.into(), new), write(new)],
+        outputs: vec![early, out],
+        ..Block::default()
+    };
+    let program = program(f);
+    let mut machine = Machine::new(&program, Precision::Fp16);
+    let mut states = machine.states("main").unwrap();
+    let mut seen = Vec::new();
+    for (pred, v) in [(true, 1.0), (false, 2.0), (true, 3.0)] {
+        let inputs =
+            inputs(&[("pred", Val::bools(vec![pred], &[]).unwrap()), ("x", floats(&[v, v], &[1, 2]))]);
+        seen.push(machine.run("main", &inputs, &mut states, None).unwrap());
+    }
+    let lasts =
+        |name: &str| -> Vec<f32> { seen.iter().map(|out| out[name].to_floats().unwrap()[3]).collect() };
+    assert_eq!(lasts("early"), [0.0, 1.0, 2.0]);
+    assert_eq!(lasts("out"), [0.0, 9.0, 2.0]);
+    assert_eq!(states.get("a").unwrap().to_vec2::<f32>().unwrap(), [[0.0, 0.0], [3.0, 3.0]]);
+}
+
 /// 1 + 2^-12 is 1 in fp16; integers wrap at their width.
 #[test]
 fn results_are_rounded_to_their_declared_type() {

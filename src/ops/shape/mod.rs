@@ -11,6 +11,8 @@ mod slice;
 
 pub(super) use elements::{bounded, free, index, result, sizes, take, typed};
 
+pub(crate) use slice::update;
+
 use super::Spec;
 
 pub static SPECS: &[&Spec] = &[

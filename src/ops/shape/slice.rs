@@ -1,10 +1,10 @@
 //! Slices, read and written.
 
-use candle_core::{Tensor, WithDType};
+use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor};
 
 use super::{
     elements::{select, strides},
-    free, index, result, typed,
+    free, index, result,
 };
 use crate::{
     bail,
@@ -102,22 +102,30 @@ pub(super) static SLICE_UPDATE: Spec = Spec {
         a.like("x")
     },
     eval: Eval::Call(|c| {
-        let (x, update) = (c.tensor("x")?, c.tensor("update")?);
-        let bounds = Bounds::of_call(c, x.rank())?;
-        let mut picks = Vec::new();
-        for (axis, size) in x.dims().iter().enumerate() {
-            picks.push(bounds.picks(axis, *size).at(format!("axis {axis}"))?);
-        }
-        let kept = picks.iter().zip(&bounds.squeeze_mask).filter(|(_, squeezed)| !**squeezed);
-        let slice: Vec<usize> = kept.map(|(p, _)| p.len()).collect();
-        if slice != update.dims() {
-            bail!("update {} does not fill the slice {}", shape_text(update.dims()), shape_text(&slice));
-        }
-        one(typed!(x, assign(x, update, &picks))?)
+        let x = c.tensor("x")?.force_contiguous()?;
+        update(c, &x)?;
+        one(x)
     }),
     flops: free,
     tolerance: Tolerance::Exact,
 };
+
+/// Makes a `slice_update` in the buffer of `x` itself, which is contiguous and shared with no argument.
+pub(crate) fn update(c: &Call<'_>, x: &Tensor) -> Result<()> {
+    let update = c.tensor("update")?;
+    let bounds = Bounds::of_call(c, x.rank())?;
+    let mut picks = Vec::new();
+    for (axis, size) in x.dims().iter().enumerate() {
+        picks.push(bounds.picks(axis, *size).at(format!("axis {axis}"))?);
+    }
+    let kept = picks.iter().zip(&bounds.squeeze_mask).filter(|(_, squeezed)| !**squeezed);
+    let slice: Vec<usize> = kept.map(|(p, _)| p.len()).collect();
+    if slice != update.dims() {
+        bail!("update {} does not fill the slice {}", shape_text(update.dims()), shape_text(&slice));
+    }
+    let update = update.to_dtype(x.dtype())?.contiguous()?;
+    Ok(x.inplace_op2(&update, &Assign(picks))?)
+}
 
 /// Where a slice begins and ends, as far as that is known.
 struct Bounds {
@@ -252,24 +260,57 @@ fn range(begin: i64, size: i64, of: usize) -> Result<(usize, usize)> {
     }
 }
 
-fn assign<T: WithDType>(x: &Tensor, update: &Tensor, picks: &[Vec<usize>]) -> Result<Tensor> {
-    let mut to = x.flatten_all()?.to_vec1::<T>()?;
-    let from = update.to_dtype(x.dtype())?.flatten_all()?.to_vec1::<T>()?;
-    let Some((columns, rows)) = picks.split_last() else {
-        return Ok(update.clone());
-    };
-    let steps = strides(x.dims());
-    let mut starts = vec![0usize];
-    for (axis, picks) in rows.iter().enumerate() {
-        starts = starts
-            .iter()
-            .flat_map(|s| picks.iter().map(|p| s + p * steps[axis]).collect::<Vec<_>>())
-            .collect();
+/// Replaces the elements at the given indices of each axis.
+struct Assign(Vec<Vec<usize>>);
+
+impl InplaceOp2 for Assign {
+    fn name(&self) -> &'static str {
+        "slice_update"
     }
-    for (start, row) in starts.iter().zip(from.chunks(columns.len().max(1))) {
-        for (column, v) in columns.iter().zip(row) {
-            to[start + column] = *v;
+
+    fn cpu_fwd(
+        &self,
+        to: &mut CpuStorage,
+        to_layout: &Layout,
+        from: &CpuStorage,
+        from_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        let (Some((start, end)), Some((first, last))) =
+            (to_layout.contiguous_offsets(), from_layout.contiguous_offsets())
+        else {
+            candle_core::bail!("the tensors are not contiguous");
+        };
+        let (to_range, from_range) = (start..end, first..last);
+        match (to, from) {
+            (CpuStorage::F32(to), CpuStorage::F32(from)) => {
+                self.assign(&mut to[to_range], &from[from_range], to_layout.dims());
+            }
+            (CpuStorage::I64(to), CpuStorage::I64(from)) => {
+                self.assign(&mut to[to_range], &from[from_range], to_layout.dims());
+            }
+            (CpuStorage::U8(to), CpuStorage::U8(from)) => {
+                self.assign(&mut to[to_range], &from[from_range], to_layout.dims());
+            }
+            _ => candle_core::bail!("the tensors hold no values of a program"),
+        }
+        Ok(())
+    }
+}
+
+impl Assign {
+    fn assign<T: Copy>(&self, to: &mut [T], from: &[T], shape: &[usize]) {
+        let Some((columns, rows)) = self.0.split_last() else {
+            return to.copy_from_slice(from);
+        };
+        let steps = strides(shape);
+        let mut starts = vec![0usize];
+        for (picks, step) in rows.iter().zip(steps) {
+            starts = starts.iter().flat_map(|s| picks.iter().map(move |p| s + p * step)).collect();
+        }
+        for (start, row) in starts.iter().zip(from.chunks(columns.len().max(1))) {
+            for (column, v) in columns.iter().zip(row) {
+                to[start + column] = *v;
+            }
         }
     }
-    Ok(Tensor::from_vec(to, x.dims(), x.device())?)
 }
