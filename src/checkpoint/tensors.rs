@@ -5,7 +5,6 @@
 
 use std::{collections::BTreeMap, fmt, ops::Range, path::Path, sync::Arc};
 
-use half::f16;
 use memmap2::Mmap;
 
 use super::{
@@ -17,7 +16,7 @@ use super::{
 use crate::{
     bail,
     error::{Error, Result},
-    mil::{Bytes, DType, Numbers, Weight},
+    mil::{Bytes, DType, Weight},
 };
 
 #[derive(Debug)]
@@ -74,16 +73,6 @@ impl Tensors {
             Some(scale) if is_fp8(info.dtype) => Ok(self.scaled(name, info, scale, &native)),
             _ => Ok(native),
         }
-    }
-
-    /// The tensor as fp16; when it is read, a value that fp16 cannot hold is an error.
-    pub fn weight_f16(&self, name: &str) -> Result<Weight> {
-        let weight = self.float_weight(name)?;
-        let key = match weight.dtype {
-            DType::F16 => weight.key.clone(),
-            _ => format!("{} | fp16", weight.key),
-        };
-        Ok(Weight::new(key, DType::F16, weight.shape.clone(), move || to_f16(&weight)))
     }
 
     /// The elements of a float tensor, in 32 bits.
@@ -237,41 +226,6 @@ impl fmt::Debug for Info {
 
 fn is_fp8(dtype: DType) -> bool {
     matches!(dtype, DType::F8E4M3 | DType::F8E5M2)
-}
-
-fn to_f16(weight: &Weight) -> Result<Bytes> {
-    let bytes = weight.bytes()?;
-    let values = Numbers::decode(weight.dtype, &bytes, weight.count())?.into_floats();
-    let fits = |v: f32| v.abs() <= f16::MAX.to_f32();
-    if !values.iter().all(|v| fits(*v)) {
-        return Err(not_f16(&weight.key, values.into_iter().filter(|v| !fits(*v))));
-    }
-    if weight.dtype == DType::F16 {
-        return Ok(bytes);
-    }
-    Ok(Bytes::Owned(values.into_iter().flat_map(|v| f16::from_f32(v).to_le_bytes()).collect()))
-}
-
-fn not_f16(key: &str, bad: impl Iterator<Item = f32>) -> Error {
-    let (mut nan, mut large, mut largest) = (0usize, 0usize, 0f32);
-    for v in bad {
-        if v.is_nan() {
-            nan += 1;
-        } else {
-            large += 1;
-            largest = if v.abs() > largest.abs() { v } else { largest };
-        }
-    }
-    let mut seen = Vec::new();
-    if large > 0 {
-        seen.push(format!("{large} outside ±65504, the largest is {largest}"));
-    }
-    if nan > 0 {
-        seen.push(format!("{nan} not a number"));
-    }
-    let name = key.strip_prefix("ckpt:").unwrap_or(key);
-    Error::new(format!("tensor `{name}`: values that fp16 cannot hold: {}", seen.join("; ")))
-        .hint("the model needs bf16's range or is damaged; it cannot run in fp16")
 }
 
 /// How many letters are to be inserted, left out or replaced to get from one name to the other.

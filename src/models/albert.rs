@@ -1,7 +1,7 @@
 //! ALBERT: narrow embeddings, and layers that share their weights in groups.
 
 use super::{
-    bert,
+    bert::{self, Names},
     encoder::{Encoder, Inputs},
 };
 use crate::{
@@ -43,21 +43,21 @@ fn body(n: &mut Net<'_>, inputs: &Inputs) -> Result<Hidden> {
     Ok(x)
 }
 
+const NAMES: Names = Names {
+    query: "attention.query",
+    key: "attention.key",
+    value: "attention.value",
+    attention: "attention",
+    output: "attention.dense",
+    attention_norm: "attention.LayerNorm",
+    up: "ffn",
+    down: "ffn_output",
+    norm: "full_layer_layer_norm",
+};
+
 fn layer(n: &mut Net<'_>, x: Hidden, mask: &Mask) -> Result<Hidden> {
     let (heads, act, eps) = (n.checkpoint.config.usize(&["num_attention_heads"])?, act(n)?, bert::eps(n)?);
-    let scale = Net::score_scale(n.channels(x)? / heads.max(1));
-    let q = n.queries("attention.query", x, heads, scale)?;
-    let k = n.linear("attention.key", x)?;
-    let v = n.linear("attention.value", x)?;
-    let a = n.attention("attention", heads, [q, k, v], Some(mask))?;
-    let a = n.linear("attention.dense", a)?;
-    let x = n.add(x, a)?;
-    let x = n.layer_norm("attention.LayerNorm", eps, x)?;
-    let h = n.linear("ffn", x)?;
-    let h = n.act(act, h)?;
-    let h = n.linear("ffn_output", h)?;
-    let x = n.add(x, h)?;
-    n.layer_norm("full_layer_layer_norm", eps, x)
+    bert::post_norm(n, &NAMES, (heads, act, eps), x, mask)
 }
 
 fn act(n: &Net<'_>) -> Result<Act> {

@@ -51,24 +51,59 @@ pub(super) fn layers(n: &mut Net<'_>, mut x: Hidden, mask: &Mask) -> Result<Hidd
     Ok(x)
 }
 
+/// The places of a layer whose norms come after the residual sums.
+pub(super) struct Names {
+    pub(super) query: &'static str,
+    pub(super) key: &'static str,
+    pub(super) value: &'static str,
+    pub(super) attention: &'static str,
+    pub(super) output: &'static str,
+    pub(super) attention_norm: &'static str,
+    pub(super) up: &'static str,
+    pub(super) down: &'static str,
+    pub(super) norm: &'static str,
+}
+
+const NAMES: Names = Names {
+    query: "attention.self.query",
+    key: "attention.self.key",
+    value: "attention.self.value",
+    attention: "attention.self",
+    output: "attention.output.dense",
+    attention_norm: "attention.output.LayerNorm",
+    up: "intermediate.dense",
+    down: "output.dense",
+    norm: "output.LayerNorm",
+};
+
 fn layer(n: &mut Net<'_>, x: Hidden, mask: &Mask) -> Result<Hidden> {
     let config = &n.checkpoint.config;
-    let (heads, act) =
-        (config.usize(&["num_attention_heads"])?, Act::parse(config.str_or(&["hidden_act"], "gelu")?)?);
-    let eps = eps(n)?;
+    let act = Act::parse(config.str_or(&["hidden_act"], "gelu")?)?;
+    let (heads, eps) = (config.usize(&["num_attention_heads"])?, eps(n)?);
+    post_norm(n, &NAMES, (heads, act, eps), x, mask)
+}
+
+/// Attention and feed-forward, each added to what went in and then normalised.
+pub(super) fn post_norm(
+    n: &mut Net<'_>,
+    names: &Names,
+    (heads, act, eps): (usize, Act, f64),
+    x: Hidden,
+    mask: &Mask,
+) -> Result<Hidden> {
     let scale = Net::score_scale(n.channels(x)? / heads.max(1));
-    let q = n.queries("attention.self.query", x, heads, scale)?;
-    let k = n.linear("attention.self.key", x)?;
-    let v = n.linear("attention.self.value", x)?;
-    let a = n.attention("attention.self", heads, [q, k, v], Some(mask))?;
-    let a = n.linear("attention.output.dense", a)?;
+    let q = n.queries(names.query, x, heads, scale)?;
+    let k = n.linear(names.key, x)?;
+    let v = n.linear(names.value, x)?;
+    let a = n.attention(names.attention, heads, [q, k, v], Some(mask))?;
+    let a = n.linear(names.output, a)?;
     let x = n.add(x, a)?;
-    let x = n.layer_norm("attention.output.LayerNorm", eps, x)?;
-    let h = n.linear("intermediate.dense", x)?;
+    let x = n.layer_norm(names.attention_norm, eps, x)?;
+    let h = n.linear(names.up, x)?;
     let h = n.act(act, h)?;
-    let h = n.linear("output.dense", h)?;
+    let h = n.linear(names.down, h)?;
     let x = n.add(x, h)?;
-    n.layer_norm("output.LayerNorm", eps, x)
+    n.layer_norm(names.norm, eps, x)
 }
 
 pub(super) fn eps(n: &Net<'_>) -> Result<f64> {

@@ -1,6 +1,9 @@
 //! DistilBERT: BERT's layers under other names, without segments or pooler.
 
-use super::encoder::{Encoder, Inputs};
+use super::{
+    bert::{self, Names},
+    encoder::{Encoder, Inputs},
+};
 use crate::{
     checkpoint::Config,
     error::Result,
@@ -40,23 +43,23 @@ fn body(n: &mut Net<'_>, inputs: &Inputs) -> Result<Hidden> {
     Ok(x)
 }
 
+const NAMES: Names = Names {
+    query: "attention.q_lin",
+    key: "attention.k_lin",
+    value: "attention.v_lin",
+    attention: "attention",
+    output: "attention.out_lin",
+    attention_norm: "sa_layer_norm",
+    up: "ffn.lin1",
+    down: "ffn.lin2",
+    norm: "output_layer_norm",
+};
+
 fn layer(n: &mut Net<'_>, x: Hidden, mask: &Mask) -> Result<Hidden> {
     let config = &n.checkpoint.config;
     let heads = config.usize(&["n_heads", "num_attention_heads"])?;
     let act = Act::parse(config.str_or(&["activation"], "gelu")?)?;
-    let scale = Net::score_scale(n.channels(x)? / heads.max(1));
-    let q = n.queries("attention.q_lin", x, heads, scale)?;
-    let k = n.linear("attention.k_lin", x)?;
-    let v = n.linear("attention.v_lin", x)?;
-    let a = n.attention("attention", heads, [q, k, v], Some(mask))?;
-    let a = n.linear("attention.out_lin", a)?;
-    let x = n.add(x, a)?;
-    let x = n.layer_norm("sa_layer_norm", EPS, x)?;
-    let h = n.linear("ffn.lin1", x)?;
-    let h = n.act(act, h)?;
-    let h = n.linear("ffn.lin2", h)?;
-    let x = n.add(x, h)?;
-    n.layer_norm("output_layer_norm", EPS, x)
+    bert::post_norm(n, &NAMES, (heads, act, EPS), x, mask)
 }
 
 fn classify(n: &mut Net<'_>, _: &Inputs, x: Hidden) -> Result<Hidden> {

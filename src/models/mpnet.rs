@@ -2,7 +2,7 @@
 //! layer.
 
 use super::{
-    bert,
+    bert::{self, Names},
     encoder::{Encoder, Inputs},
     roberta,
 };
@@ -80,25 +80,24 @@ fn bucket(key: usize, query: usize, buckets: usize) -> usize {
     if key > query { half + within } else { within }
 }
 
+const NAMES: Names = Names {
+    query: "attention.attn.q",
+    key: "attention.attn.k",
+    value: "attention.attn.v",
+    attention: "attention.attn",
+    output: "attention.attn.o",
+    attention_norm: "attention.LayerNorm",
+    up: "intermediate.dense",
+    down: "output.dense",
+    norm: "output.LayerNorm",
+};
+
 fn layer(n: &mut Net<'_>, x: Hidden, mask: &Mask) -> Result<Hidden> {
     let config = &n.checkpoint.config;
-    let (heads, act) =
-        (config.usize(&["num_attention_heads"])?, Act::parse(config.str_or(&["hidden_act"], "gelu")?)?);
-    let eps = bert::eps(n)?;
+    let act = Act::parse(config.str_or(&["hidden_act"], "gelu")?)?;
+    let (heads, eps) = (config.usize(&["num_attention_heads"])?, bert::eps(n)?);
     if mask.0.len() != heads {
         bail!("{} heads have a relative bias, the config says {heads}", mask.0.len());
     }
-    let scale = Net::score_scale(n.channels(x)? / heads.max(1));
-    let q = n.queries("attention.attn.q", x, heads, scale)?;
-    let k = n.linear("attention.attn.k", x)?;
-    let v = n.linear("attention.attn.v", x)?;
-    let a = n.attention("attention.attn", heads, [q, k, v], Some(mask))?;
-    let a = n.linear("attention.attn.o", a)?;
-    let x = n.add(x, a)?;
-    let x = n.layer_norm("attention.LayerNorm", eps, x)?;
-    let h = n.linear("intermediate.dense", x)?;
-    let h = n.act(act, h)?;
-    let h = n.linear("output.dense", h)?;
-    let x = n.add(x, h)?;
-    n.layer_norm("output.LayerNorm", eps, x)
+    bert::post_norm(n, &NAMES, (heads, act, eps), x, mask)
 }
