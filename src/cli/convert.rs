@@ -217,7 +217,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     }
     let answer = match (&output, args.validate && !args.dry_run) {
         (Some(output), true) => {
-            let report = validate::against_checkpoint(output, &checkpoint, validate::Precise::Fp16)?;
+            let report = validate::judge(output, &checkpoint)?;
             if !args.json {
                 ui::talk(report.text());
             }

@@ -54,7 +54,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
     /// How many tokens a language model continues the prompt with
-    #[arg(long, value_name = "N", default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = TOKENS)]
     tokens: usize,
     /// Print the report as JSON
     #[arg(long)]
@@ -93,6 +93,8 @@ const HALF: Limit = Limit::Psnr(50.0);
 /// fp16 weights, each off by up to 2⁻¹² of itself, computed exactly.
 const ROUNDED_WEIGHTS: Limit = Limit::Relative(2e-3);
 const EXACT: Limit = Limit::Relative(1e-4);
+/// How far a language model's prompt is continued, unless told.
+const TOKENS: usize = 16;
 /// Two implementations of the same arithmetic in fp32.
 const REFERENCE: Limit = Limit::Relative(1e-5);
 
@@ -125,6 +127,17 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         ui::data(report.text());
     }
     Ok(report.answer())
+}
+
+/// Judges what `convert` wrote, by silane's own reference.
+pub(super) fn judge(path: &Path, checkpoint: &Checkpoint) -> Result<Report> {
+    match Model::open_causal(path)? {
+        Some(model) => {
+            let lesson = Lesson::computed(checkpoint, &prompt(checkpoint, None)?, TOKENS)?;
+            language(&model, &lesson, Precise::Fp16)
+        }
+        None => against_checkpoint(path, checkpoint, Precise::Fp16),
+    }
 }
 
 /// Whether a folder is one that `convert` wrote parts into.
@@ -180,7 +193,7 @@ struct Output {
 }
 
 /// Compares with silane's own reference on inputs made from the checkpoint.
-pub(super) fn against_checkpoint(path: &Path, checkpoint: &Checkpoint, precision: Precise) -> Result<Report> {
+fn against_checkpoint(path: &Path, checkpoint: &Checkpoint, precision: Precise) -> Result<Report> {
     let package = package::open_program(path)?;
     let contract = contract(&package)?;
     let task: Task = contract["task"].as_str().unwrap_or_default().parse()?;

@@ -27,12 +27,13 @@ const EPS: f64 = 1e-5;
 const OFFSET: i32 = 2;
 
 fn embed(n: &mut Net<'_>, shape: &Shape, ids: &Ids) -> Result<Hidden> {
-    let x = llama::embed(n, shape, ids)?;
-    let x = if n.has("project_in.weight") { n.linear("project_in", x)? } else { x };
+    // Positions first: no integer work is left once the first projection runs.
     let Some(positions) = ids.position_ids else { bail!("learned positions need position_ids") };
     let positions = n.binary("add", "position_rows", positions, OFFSET)?;
     let positions = n.lookup("embed_positions", positions)?;
     let positions = n.to_hidden("positions", positions)?;
+    let x = llama::embed(n, shape, ids)?;
+    let x = if n.has("project_in.weight") { n.linear("project_in", x)? } else { x };
     n.add(x, positions)
 }
 
