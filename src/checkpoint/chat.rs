@@ -105,7 +105,6 @@ fn without_generation(source: &str) -> String {
     text
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "the shape that a template's function takes")]
 fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }

@@ -243,7 +243,8 @@ impl Perplexity {
         if ids.len() < 2 {
             bail!("{}: {} tokens are no text to foresee", file.display(), ids.len());
         }
-        let expected = Decoder::open(checkpoint)?.forward(&[ids.clone()], None)?.logits.squeeze(0)?;
+        let expected =
+            Decoder::open(checkpoint)?.forward(std::slice::from_ref(&ids), None)?.logits.squeeze(0)?;
         let (mut package, mut reference) = (0.0, 0.0);
         for (i, next) in ids[1..].iter().enumerate() {
             package += surprise(&session.decode(ids[i])?, *next)?;

@@ -154,7 +154,8 @@ fn perplexity_is_that_of_the_text() {
     let seen = &ran.json()["perplexity"];
     let checkpoint = Checkpoint::open_dir(&bench.path("llama")).unwrap();
     let ids = checkpoint.tokenizer().unwrap().encode(text).unwrap().ids;
-    let logits = Decoder::open(&checkpoint).unwrap().forward(&[ids.clone()], None).unwrap().logits;
+    let logits =
+        Decoder::open(&checkpoint).unwrap().forward(std::slice::from_ref(&ids), None).unwrap().logits;
     let logits =
         candle_nn::ops::log_softmax(&logits, 2).unwrap().squeeze(0).unwrap().to_vec2::<f32>().unwrap();
     let sum: f32 = ids[1..].iter().zip(&logits).map(|(id, row)| row[*id as usize]).sum();
