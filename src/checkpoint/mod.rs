@@ -4,6 +4,7 @@
 //! the reason; what is merely odd is said in [`Checkpoint::notes`].
 
 mod architecture;
+mod chat;
 mod config;
 pub mod hub;
 mod pooling;
@@ -16,6 +17,7 @@ mod weights;
 
 use std::path::{Path, PathBuf};
 
+pub use chat::ChatTemplate;
 pub use config::Config;
 pub use pooling::{Pooling, PoolingMode};
 pub use task::Task;

@@ -82,6 +82,11 @@ impl Tokenizer {
         self.inner.encode(text, true).map(Encoding::from).map_err(failed)
     }
 
+    /// The ids of a text in which special tokens are written out; none are added.
+    pub fn encode_written(&self, text: &str) -> Result<Encoding> {
+        self.inner.encode(text, false).map(Encoding::from).map_err(failed)
+    }
+
     /// The ids of two texts, such as a question and a passage.
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<Encoding> {
         self.inner.encode((first, second), true).map(Encoding::from).map_err(failed)
@@ -155,6 +160,6 @@ fn failed(e: tokenizers::Error) -> Error {
 }
 
 /// A special token is a string, or an object with the string in `content`.
-fn token_text(value: &Value) -> Option<&str> {
+pub(super) fn token_text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     bail,
-    checkpoint::Tokenizer,
+    checkpoint::{ChatTemplate, Tokenizer},
     error::{Context, Result},
     interp::Precision,
     ui,
@@ -17,6 +17,12 @@ use crate::{
 /// How text is made.
 #[derive(clap::Args)]
 pub(super) struct Sampling {
+    /// Put the prompt, as a user's message, into the chat template beside the tokenizer
+    #[arg(long, requires = "prompts")]
+    pub(super) chat: bool,
+    /// What the system's message says, before the user's
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub(super) system: Option<String>,
     /// The most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(super) max_tokens: usize,
@@ -36,15 +42,20 @@ pub(super) struct Sampling {
 
 pub(super) fn run(
     model: &Model,
-    tokenizer: &std::path::Path,
+    folder: &std::path::Path,
     prompts: &[String],
     precision: Precision,
     sampling: &Sampling,
 ) -> Result<Answer> {
     let tokenizer =
-        Tokenizer::open(tokenizer).hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
+        Tokenizer::open(folder).hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
+    let template = sampling.chat.then(|| ChatTemplate::open(folder)).transpose()?;
     for prompt in prompts {
-        generate(model, &tokenizer, prompt, precision, sampling)?;
+        let ids = match &template {
+            Some(template) => tokenizer.encode_written(&template.render(&sampling.messages(prompt))?)?.ids,
+            None => tokenizer.encode(prompt)?.ids,
+        };
+        generate(model, &tokenizer, ids, precision, sampling)?;
     }
     Ok(Answer::Yes)
 }
@@ -52,11 +63,10 @@ pub(super) fn run(
 fn generate(
     model: &Model,
     tokenizer: &Tokenizer,
-    prompt: &str,
+    mut ids: Vec<u32>,
     precision: Precision,
     sampling: &Sampling,
 ) -> Result<()> {
-    let mut ids = tokenizer.encode(prompt)?.ids;
     if ids.is_empty() {
         bail!("the prompt has no tokens");
     }
@@ -100,6 +110,11 @@ fn generate(
 }
 
 impl Sampling {
+    fn messages<'a>(&'a self, prompt: &'a str) -> Vec<(&'a str, &'a str)> {
+        let system = self.system.as_deref().map(|text| ("system", text));
+        system.into_iter().chain([("user", prompt)]).collect()
+    }
+
     fn choose(&self, logits: &[f32], draw: &mut Draw) -> u32 {
         if self.temperature <= 0.0 {
             return best(logits);

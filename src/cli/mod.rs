@@ -5,6 +5,7 @@
 mod convert;
 mod generate;
 mod inspect;
+mod layers;
 mod run;
 mod sample;
 mod session;

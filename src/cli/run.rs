@@ -20,6 +20,7 @@ const EXAMPLES: &str = "\
 Examples:
   silane run albert.mlpackage --prompt 'CC(=O)[MASK]c1ccccc1'
   silane run sentences.mlpackage --prompt 'a cat sleeps' --prompt 'a dog barks'
+  silane run llama.mlpackage --chat --prompt 'What is the capital of Italy?'
   silane run answers.mlpackage --prompt 'Who wrote it?' --pair 'Ada wrote the first program.'
   silane run bert.mlpackage --inputs inputs.safetensors --outputs outputs.safetensors";
 
@@ -57,14 +58,17 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> Result<Answer> {
+    if args.prompts.is_empty() && args.inputs.is_none() {
+        bail!("there is nothing to run on"; hint: "give a text with `--prompt`, or tensors with `--inputs`");
+    }
     if args.inputs.is_none()
         && let Some(model) = Model::open_causal(&args.package)?
     {
         let tokenizer = args.tokenizer.clone().unwrap_or_else(|| model.folder.clone());
         return generate::run(&model, &tokenizer, &args.prompts, args.precision.into(), &args.sampling);
     }
-    if args.prompts.is_empty() && args.inputs.is_none() {
-        bail!("there is nothing to run on"; hint: "give a text with `--prompt`, or tensors with `--inputs`");
+    if args.sampling.chat {
+        bail!("{}: `--chat` is for language models", args.package.display());
     }
     let package = package::open_program(&args.package)?;
     let name = function_name(&package.program, args.function.as_deref())?;

@@ -11,10 +11,12 @@ use std::{
 
 use serde_json::Value as Json;
 
+use super::layers::Seen;
 use crate::{
     bail,
     error::{Context, Error, Result},
     interp::{Machine, Precision, States},
+    mil::Op,
     ops::Val,
     package::{self, Package},
 };
@@ -140,9 +142,18 @@ impl Session<'_> {
     /// Feeds one token and gives the logits of what comes next.
     pub(super) fn decode(&mut self, id: u32) -> Result<Vec<f32>> {
         let function = self.decode.clone();
-        let logits = self.call(&function, &[id], self.position)?;
+        let logits = self.call(&function, &[id], self.position, None)?;
         self.position += 1;
         Ok(logits)
+    }
+
+    /// Feeds one token and gives the hidden states after each layer.
+    pub(super) fn decode_layers(&mut self, id: u32) -> Result<BTreeMap<usize, Vec<f32>>> {
+        let function = self.decode.clone();
+        let mut seen = Seen::default();
+        self.call(&function, &[id], self.position, Some(&mut seen))?;
+        self.position += 1;
+        seen.floats()
     }
 
     /// Feeds a whole prompt from where the session is, and gives the logits of what comes next. `all` are
@@ -157,7 +168,7 @@ impl Session<'_> {
         if let Some((function, chunk)) = self.prefill.clone() {
             while all.len() - self.position >= chunk {
                 let ids = &all[self.position..self.position + chunk];
-                let logits = self.call(&function, ids, self.position)?;
+                let logits = self.call(&function, ids, self.position, None)?;
                 self.position += chunk;
                 if self.position == all.len() {
                     return Ok(self.last(logits));
@@ -165,14 +176,14 @@ impl Session<'_> {
             }
             if all.len() >= chunk {
                 let start = all.len() - chunk;
-                let logits = self.call(&function, &all[start..], start)?;
+                let logits = self.call(&function, &all[start..], start, None)?;
                 self.position = all.len();
                 return Ok(self.last(logits));
             }
             if all.len() - self.position > 1 && self.position + chunk <= self.context {
                 let mut ids = all[self.position..].to_vec();
                 ids.resize(chunk, last);
-                self.call(&function, &ids, self.position)?;
+                self.call(&function, &ids, self.position, None)?;
                 self.position = all.len() - 1;
             }
         }
@@ -191,7 +202,13 @@ impl Session<'_> {
     }
 
     /// Runs a function of every part in turn.
-    fn call(&mut self, function: &str, ids: &[u32], position: usize) -> Result<Vec<f32>> {
+    fn call(
+        &mut self,
+        function: &str,
+        ids: &[u32],
+        position: usize,
+        mut seen: Option<&mut Seen>,
+    ) -> Result<Vec<f32>> {
         let n = ids.len();
         if position + n > self.context {
             bail!(
@@ -216,7 +233,13 @@ impl Session<'_> {
                 };
                 inputs.insert(name, value);
             }
-            let outputs = machine.run(function, &inputs, states, None)?;
+            let outputs = match seen.as_deref_mut() {
+                Some(seen) => {
+                    let mut tap = |_: &Op, name: &str, value: &Val| seen.see(name, value);
+                    machine.run(function, &inputs, states, Some(&mut tap))?
+                }
+                None => machine.run(function, &inputs, states, None)?,
+            };
             carried = outputs.into_values().next();
         }
         match carried {

@@ -1,7 +1,7 @@
 //! Validating a language model: teacher-forced logits at every position, prompts of lengths around the
 //! prefill chunk, and greedy text.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::Path};
 
 use serde_json::json;
 
@@ -9,7 +9,13 @@ use super::{
     session::{Model, best},
     validate::{Pairs, Precise},
 };
-use crate::{bail, checkpoint::Checkpoint, error::Result, ops::Val, reference::Decoder};
+use crate::{
+    bail,
+    checkpoint::Checkpoint,
+    error::{Error, Result, io},
+    ops::Val,
+    reference::Decoder,
+};
 
 /// What a package is compared with.
 pub(super) struct Lesson {
@@ -40,6 +46,13 @@ pub(super) struct Divergence {
     margin: f32,
     /// The largest difference of this step's logits.
     error: f32,
+}
+
+/// How well a text is foreseen, token by token.
+pub(super) struct Perplexity {
+    tokens: usize,
+    package: f64,
+    reference: f64,
 }
 
 impl Divergence {
@@ -110,7 +123,7 @@ impl Greedy {
 fn tokens(v: &Val) -> Result<Vec<u32>> {
     v.to_ints()?
         .into_iter()
-        .map(|i| u32::try_from(i).map_err(|_| crate::Error::new(format!("{i} is no token id"))))
+        .map(|i| u32::try_from(i).map_err(|_| Error::new(format!("{i} is no token id"))))
         .collect()
 }
 
@@ -214,4 +227,50 @@ impl Outcome {
             })),
         })
     }
+}
+
+impl Perplexity {
+    /// Of a file's tokens, as many as the context takes.
+    pub(super) fn measure(
+        model: &Model,
+        checkpoint: &Checkpoint,
+        file: &Path,
+        precision: Precise,
+    ) -> Result<Perplexity> {
+        let text = std::fs::read_to_string(file).map_err(|e| io(file, &e))?;
+        let mut session = model.session(precision.into())?;
+        let ids = checkpoint.tokenizer()?.encode_cut(&text, session.context)?.ids;
+        if ids.len() < 2 {
+            bail!("{}: {} tokens are no text to foresee", file.display(), ids.len());
+        }
+        let expected =
+            Decoder::open(checkpoint)?.forward(std::slice::from_ref(&ids), None)?.logits.squeeze(0)?;
+        let (mut package, mut reference) = (0.0, 0.0);
+        for (i, next) in ids[1..].iter().enumerate() {
+            package += surprise(&session.decode(ids[i])?, *next)?;
+            reference += surprise(&expected.get(i)?.to_vec1::<f32>()?, *next)?;
+        }
+        #[expect(clippy::cast_precision_loss, reason = "a context is far below 2⁵³")]
+        let mean = |sum: f64| sum / (ids.len() - 1) as f64;
+        Ok(Perplexity { tokens: ids.len(), package: mean(package).exp(), reference: mean(reference).exp() })
+    }
+
+    pub(super) fn text(&self) -> String {
+        let Perplexity { tokens, package, reference } = self;
+        format!("perplexity of {tokens} tokens: {package:.4}, the reference's {reference:.4}")
+    }
+
+    pub(super) fn json(&self) -> serde_json::Value {
+        json!({ "tokens": self.tokens, "package": self.package, "reference": self.reference })
+    }
+}
+
+/// The negative log-likelihood of a token, in nats.
+fn surprise(logits: &[f32], token: u32) -> Result<f64> {
+    let Some(chosen) = logits.get(token as usize) else {
+        bail!("token {token} is not among {} logits", logits.len());
+    };
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|l| f64::from(l - largest).exp()).sum();
+    Ok(sum.ln() - f64::from(chosen - largest))
 }

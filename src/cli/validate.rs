@@ -9,11 +9,13 @@ use clap::ValueEnum;
 use serde_json::json;
 
 use super::{
-    Answer, print_json,
+    Answer,
+    layers::Layers,
+    print_json,
     run::{batch_and_tokens, function_name, read_tensors},
     sample,
     session::Model,
-    teacher::{Lesson, Outcome, examine},
+    teacher::{Lesson, Outcome, Perplexity, examine},
 };
 use crate::{
     bail,
@@ -56,6 +58,9 @@ pub(super) struct Args {
     /// How many tokens a language model continues the prompt with
     #[arg(long, value_name = "N", default_value_t = TOKENS)]
     tokens: usize,
+    /// A text whose perplexity is measured, as far as the context goes
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -107,15 +112,15 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
         checkpoint_against_tensors(&Checkpoint::open_dir(&args.package)?, tensors)?
     } else if let Some(model) = Model::open_causal(&args.package)? {
-        let lesson = match stored {
-            true => Lesson::stored(&read_tensors(tensors)?)?,
-            false => {
-                let checkpoint = Checkpoint::open(&args.reference)?;
-                let prompt = prompt(&checkpoint, args.prompt.as_deref())?;
-                Lesson::computed(&checkpoint, &prompt, args.tokens)?
+        match (stored, &args.text) {
+            (true, Some(_)) => {
+                bail!("`--text` needs a checkpoint to compare with"; hint: "give its folder to `--reference`")
             }
-        };
-        language(&model, &lesson, args.precision)?
+            (true, None) => language(&model, &Lesson::stored(&read_tensors(tensors)?)?, args.precision)?,
+            (false, _) => language_against_checkpoint(&model, &Checkpoint::open(&args.reference)?, args)?,
+        }
+    } else if args.text.is_some() {
+        bail!("{}: `--text` is for language models", args.package.display());
     } else if stored {
         against_tensors(&args.package, tensors, args.precision)?
     } else {
@@ -155,6 +160,21 @@ fn prompt(checkpoint: &Checkpoint, text: Option<&str>) -> Result<Vec<u32>> {
     }
 }
 
+fn language_against_checkpoint(model: &Model, checkpoint: &Checkpoint, args: &Args) -> Result<Report> {
+    let prompt = prompt(checkpoint, args.prompt.as_deref())?;
+    let lesson = Lesson::computed(checkpoint, &prompt, args.tokens)?;
+    let report = language(model, &lesson, args.precision)?;
+    let layers = match lesson.rows.first() {
+        Some((ids, _)) if report.answer() == Answer::No => {
+            Layers::compare(model, checkpoint, ids, args.precision)?
+        }
+        _ => None,
+    };
+    let perplexity =
+        args.text.as_ref().map(|file| Perplexity::measure(model, checkpoint, file, args.precision));
+    Ok(Report { layers, perplexity: perplexity.transpose()?, ..report })
+}
+
 fn language(model: &Model, lesson: &Lesson, precision: Precise) -> Result<Report> {
     let mut pairs = Pairs::default();
     let greedy = examine(model, lesson, precision, &mut pairs)?;
@@ -180,6 +200,9 @@ pub(super) struct Report {
     outputs: Vec<Output>,
     /// How a language model's own text went.
     greedy: Option<Outcome>,
+    /// Where a language model that fails leaves its reference.
+    layers: Option<Layers>,
+    perplexity: Option<Perplexity>,
 }
 
 struct Output {
@@ -427,7 +450,7 @@ impl Pairs {
             let comparison = compare(&pair.seen, &pair.expected, tolerance)?;
             outputs.push(Output { name, comparison, not_finite: pair.not_finite, scores, limit });
         }
-        Ok(Report { outputs, greedy: None })
+        Ok(Report { outputs, greedy: None, layers: None, perplexity: None })
     }
 }
 
@@ -482,7 +505,9 @@ impl Report {
 
     pub(super) fn text(&self) -> String {
         let outputs = self.outputs.iter().map(Output::text);
-        outputs.chain(self.greedy.as_ref().map(Outcome::text)).collect::<Vec<_>>().join("\n")
+        let text = outputs.chain(self.greedy.as_ref().map(Outcome::text));
+        let text = text.chain(self.layers.as_ref().map(Layers::text));
+        text.chain(self.perplexity.as_ref().map(Perplexity::text)).collect::<Vec<_>>().join("\n")
     }
 
     pub(super) fn json(&self) -> serde_json::Value {
@@ -502,6 +527,8 @@ impl Report {
             "pass": self.answer() == Answer::Yes,
             "outputs": self.outputs.iter().map(output).collect::<Vec<_>>(),
             "greedy": self.greedy.as_ref().map(Outcome::json),
+            "layers": self.layers.as_ref().map(Layers::json),
+            "perplexity": self.perplexity.as_ref().map(Perplexity::json),
         })
     }
 }

@@ -3,6 +3,7 @@
 mod convert;
 mod inspect;
 mod run;
+mod talk;
 mod validate;
 
 use std::{
