@@ -196,3 +196,16 @@ fn convert(bench: &Bench, checkpoint: &str) {
     let ran = bench.run(&[&["convert", checkpoint, "-o", "a.mlpackage"][..], &args].concat());
     assert_eq!(ran.code, 0, "{}", ran.err);
 }
+
+/// A prompt longer than the context is refused, and text stops where the context is full.
+#[test]
+fn the_context_is_never_passed() {
+    let bench = Bench::with_models(&["tiny/llama"]);
+    let sizes = ["--context-length", "32", "--prefill-chunk", "4"];
+    assert_eq!(bench.run(&[&["convert", "llama", "-o", "l.mlpackage"][..], &sizes].concat()).code, 0);
+    let long = "the cat ".repeat(40);
+    let refused = bench.run(&["run", "l.mlpackage", "--prompt", &long]);
+    assert!(refused.code == 2 && refused.err.contains("do not fit a context of 32"), "{}", refused.err);
+    let full = bench.run(&["run", "l.mlpackage", "--prompt", "the cat", "--max-tokens", "100"]);
+    assert!(full.code == 0 && full.err.contains("the context of 32 tokens is full"), "{}", full.err);
+}
