@@ -193,6 +193,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         passes::tidy(&mut part.program)?;
         let Part { stem, program, docs, contract, .. } = part;
         let checked = graph::check(program)?;
+        graph::problems(checked.program()).iter().for_each(ui::note);
         let interface = interface(&checked, docs, &contract, &checkpoint)?;
         if summary.is_null() {
             summary = start_summary(&plan, model_type, &contract);
