@@ -185,6 +185,9 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     if let Some(output) = &output {
         refuse_place(output, args.force)?;
         refuse_input(output, &checkpoint)?;
+        if several && output.exists() && !validate::holds_parts(output) {
+            bail!("{}: exists already and holds no packages, so it is not replaced", output.display(); hint: "choose another name, or remove it yourself");
+        }
     }
     let mut ready = Vec::new();
     let mut summary = json!(null);

@@ -146,7 +146,7 @@ pub(super) fn judge(path: &Path, checkpoint: &Checkpoint) -> Result<Report> {
 }
 
 /// Whether a folder is one that `convert` wrote parts into.
-fn holds_parts(folder: &Path) -> bool {
+pub(super) fn holds_parts(folder: &Path) -> bool {
     std::fs::read_dir(folder).is_ok_and(|mut all| {
         all.any(|e| e.is_ok_and(|e| e.path().extension().is_some_and(|x| x == "mlpackage")))
     })

@@ -9,6 +9,7 @@ pub mod embed;
 pub mod head;
 pub mod head_norm;
 pub mod linear;
+pub mod mlp;
 pub mod moe;
 pub mod net;
 pub mod norm;

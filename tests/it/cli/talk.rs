@@ -209,3 +209,17 @@ fn the_context_is_never_passed() {
     let full = bench.run(&["run", "l.mlpackage", "--prompt", "the cat", "--max-tokens", "100"]);
     assert!(full.code == 0 && full.err.contains("the context of 32 tokens is full"), "{}", full.err);
 }
+
+/// Parts replace a folder of packages when forced, and nothing else.
+#[test]
+fn parts_never_replace_what_is_no_package() {
+    let bench = Bench::with_models(&["tiny/llama"]);
+    let convert = ["convert", "llama", "-o", "out", "--parts", "3", "--context-length", "32", "--force"];
+    fs::create_dir(bench.path("out")).unwrap();
+    fs::write(bench.path("out/letter.txt"), "dear").unwrap();
+    let refused = bench.run(&convert);
+    assert!(refused.code == 2 && refused.err.contains("holds no packages"), "{}", refused.err);
+    assert_eq!(fs::read_to_string(bench.path("out/letter.txt")).unwrap(), "dear");
+    fs::remove_dir_all(bench.path("out")).unwrap();
+    assert_eq!([bench.run(&convert).code, bench.run(&convert).code], [0, 0]);
+}
