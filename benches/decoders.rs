@@ -15,7 +15,7 @@ use silane::{
     checkpoint::{Checkpoint, Task},
     interp::{Machine, Precision},
     mil::DType,
-    models::{self, Chunks, Parts, Plan},
+    models::{self, Chunks, Parts, Plan, calls::Attention},
     nn::cache::Update,
     ops::{Opset, Val},
     passes,
@@ -37,6 +37,9 @@ fn main() {
         all_logits: false,
         update: Update::Slice,
         parts: Parts::Count(1),
+        attention: Attention::Auto,
+        buckets: Vec::new(),
+        max_ops: 8000,
     };
     let plan = Plan {
         task: Task::CausalLm,

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::{Answer, print_json, validate};
+use super::{Answer, attention::Asked, print_json, validate};
 use crate::{
     bail,
     checkpoint::{Checkpoint, Task, tokenizer_files},
@@ -58,6 +58,20 @@ pub(super) struct Args {
     /// Tokens of a prefill call; `off` leaves only `decode`
     #[arg(long, value_name = "N|off", default_value = "256", value_parser = chunk)]
     prefill_chunk: Chunk,
+    /// How prefill attends to the cache: `auto`, `dense`, `tiled[:tile=512,group=2,filled=yes]` or
+    /// `block-sparse[:budget=16,block=128,sinks=2,window=4,alpha=0,dense-layers=4,…]`; `auto` is `tiled`
+    /// for chunks over 64 tokens
+    #[arg(long, value_name = "FORM", default_value = "auto")]
+    attention: Asked,
+    /// Make a prefill function for each of so many tokens of context, over the same weights and cache
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    buckets: Vec<usize>,
+    /// Ops that a function may have: its tiles take more heads at once until it has no more
+    #[arg(long, value_name = "N", default_value_t = 8000)]
+    max_ops: usize,
+    /// What will run the package: decides what is chosen where there is a choice
+    #[arg(long, value_enum, default_value_t = Target::Ane)]
+    target: Target,
     /// Which tokens a language model gives logits for
     #[arg(long, value_enum, default_value_t = Logits::Last)]
     logits: Logits,
@@ -122,6 +136,16 @@ enum Logits {
     /// The last token
     Last,
     /// Every token
+    All,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Target {
+    /// The Neural Engine
+    Ane,
+    /// The GPU
+    Gpu,
+    /// Any of them
     All,
 }
 
@@ -268,6 +292,9 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
                 CacheUpdate::Mask => Update::Blend,
             },
             parts: args.parts.map_or(Parts::Below(args.max_part_size), Parts::Count),
+            attention: args.attention.settled(args.target == Target::Gpu),
+            buckets: args.buckets.clone(),
+            max_ops: args.max_ops,
         },
     })
 }

@@ -382,7 +382,7 @@ fn write_tensors(
         let Val::Tensor(tensor) = value else { bail!("output `{name}` is no tensor") };
         let dtype = declared(name).unwrap_or(DType::F32);
         let (kind, bytes) = match dtype {
-            DType::F16 if precision == Precise::Fp16 => {
+            DType::F16 if precision != Precise::Fp32 => {
                 (safetensors::Dtype::F16, half_bytes(&value.to_floats()?))
             }
             d if d.is_float() => {

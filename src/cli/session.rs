@@ -33,12 +33,58 @@ pub(super) struct Model {
 pub(super) struct Session<'a> {
     machines: Vec<(Machine<'a>, States)>,
     decode: String,
-    prefill: Option<(String, usize)>,
+    prefills: Vec<Prefill>,
+    /// Block-sparse prefill needs means of blocks that some call left out.
+    stale: bool,
     pub(super) context: usize,
     pub(super) position: usize,
     vocabulary: usize,
     /// Whether logits of all tokens of a call come out.
     all: bool,
+}
+
+/// A function that takes a chunk of tokens.
+#[derive(Debug, Clone)]
+struct Prefill {
+    name: String,
+    tokens: usize,
+    /// Positions at which it may begin, and what they are multiples of.
+    positions: (usize, usize),
+    align: usize,
+    /// It leaves some of the cache to means, and is not for the last tokens of a prompt.
+    sparse: bool,
+}
+
+impl Prefill {
+    /// Those of the contract for a context, the ones that see least first.
+    fn all(contract: &Json, context: usize) -> Vec<Prefill> {
+        let number = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok());
+        let mut all: Vec<Prefill> = contract["functions"]
+            .as_object()
+            .into_iter()
+            .flatten()
+            .filter(|(name, f)| name.starts_with("prefill") && number(&f["context"]) <= Some(context))
+            .filter_map(|(name, f)| {
+                let tokens = number(&f["tokens"])?;
+                Some(Prefill {
+                    name: name.clone(),
+                    tokens,
+                    positions: (
+                        number(&f["min_position"]).unwrap_or(0),
+                        number(&f["max_position"]).unwrap_or(context.saturating_sub(tokens)),
+                    ),
+                    align: number(&f["position_multiple_of"]).unwrap_or(1).max(1),
+                    sparse: f["attention"]["form"] == "block-sparse",
+                })
+            })
+            .collect();
+        all.sort_by_key(|p| (p.positions.1, p.name.clone()));
+        all
+    }
+
+    fn takes(&self, position: usize) -> bool {
+        (self.positions.0..=self.positions.1).contains(&position) && position.is_multiple_of(self.align)
+    }
 }
 
 impl Model {
@@ -111,7 +157,8 @@ impl Model {
         Ok(Session {
             machines,
             decode,
-            prefill: number(&self.contract["prefill_chunk"]).map(|n| (format!("prefill{suffix}"), n)),
+            prefills: Prefill::all(&self.contract, context),
+            stale: false,
             context,
             position: 0,
             vocabulary: number(&self.contract["vocabulary"]).unwrap_or(0),
@@ -136,7 +183,15 @@ fn contract(package: &Package) -> Result<Json> {
 impl Session<'_> {
     /// Tokens of a prefill call.
     pub(super) fn chunk(&self) -> Option<usize> {
-        self.prefill.as_ref().map(|p| p.1)
+        self.prefills.first().map(|p| p.tokens)
+    }
+
+    /// The function for a chunk at a position that sees the least it has to; where the chunk is not the
+    /// prompt's last, a block-sparse one if there is one.
+    fn prefill(&self, position: usize, last: bool) -> Option<Prefill> {
+        let fits = |sparse: bool| self.prefills.iter().find(|p| p.sparse == sparse && p.takes(position));
+        let sparse = if last { None } else { fits(true) };
+        sparse.or_else(|| fits(false)).cloned()
     }
 
     /// Feeds one token and gives the logits of what comes next.
@@ -165,25 +220,31 @@ impl Session<'_> {
         if all.len() > self.context {
             bail!("{} tokens do not fit a context of {}", all.len(), self.context; hint: "convert with a longer `--context-length`");
         }
-        if let Some((function, chunk)) = self.prefill.clone() {
+        if let Some(chunk) = self.chunk() {
             while all.len() - self.position >= chunk {
+                let rest = all.len() - self.position - chunk;
+                let Some(function) = self.prefill(self.position, rest < chunk) else { break };
                 let ids = &all[self.position..self.position + chunk];
-                let logits = self.call(&function, ids, self.position, None)?;
+                let logits = self.call(&function.name, ids, self.position, None)?;
                 self.position += chunk;
                 if self.position == all.len() {
                     return Ok(self.last(logits));
                 }
             }
-            if all.len() >= chunk {
-                let start = all.len() - chunk;
-                let logits = self.call(&function, &all[start..], start, None)?;
+            let again = all.len().checked_sub(chunk).filter(|start| *start <= self.position);
+            if let Some((start, function)) = again.and_then(|start| Some((start, self.prefill(start, true)?)))
+            {
+                let logits = self.call(&function.name, &all[start..], start, None)?;
                 self.position = all.len();
                 return Ok(self.last(logits));
             }
-            if all.len() - self.position > 1 && self.position + chunk <= self.context {
+            if all.len() - self.position > 1
+                && let Some(function) = self.prefill(self.position, true)
+            {
                 let mut ids = all[self.position..].to_vec();
                 ids.resize(chunk, last);
-                self.call(&function, &ids, self.position, None)?;
+                self.call(&function.name, &ids, self.position, None)?;
+                self.stale = true;
                 self.position = all.len() - 1;
             }
         }
@@ -201,6 +262,16 @@ impl Session<'_> {
         logits[logits.len().saturating_sub(self.vocabulary)..].to_vec()
     }
 
+    /// Makes the means of blocks anew from the cache.
+    fn repool(&mut self) -> Result<()> {
+        for (machine, states) in &mut self.machines {
+            if machine.inputs("repool").is_ok() {
+                machine.run("repool", &BTreeMap::new(), states, None)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Runs a function of every part in turn.
     fn call(
         &mut self,
@@ -210,6 +281,13 @@ impl Session<'_> {
         mut seen: Option<&mut Seen>,
     ) -> Result<Vec<f32>> {
         let n = ids.len();
+        let called = self.prefills.iter().find(|p| p.name == function);
+        if called.is_some_and(|p| p.sparse) && std::mem::take(&mut self.stale) {
+            self.repool()?;
+        }
+        // Means are made of whole blocks only.
+        let aligned = self.prefills.iter().filter(|p| p.sparse).all(|p| position.is_multiple_of(p.align));
+        self.stale |= n == 1 || !aligned;
         if position + n > self.context {
             bail!(
                 "position {} is past the context of {}", position + n - 1, self.context;

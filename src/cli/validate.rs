@@ -70,6 +70,8 @@ pub(super) struct Args {
 pub(super) enum Precise {
     /// Every result is rounded to its declared type, as a device does
     Fp16,
+    /// The same, and subnormals become zero, as some devices have it
+    Fp16Flush,
     /// Nothing is rounded: what is left is the program's own error
     Fp32,
 }
@@ -78,6 +80,7 @@ impl From<Precise> for Precision {
     fn from(p: Precise) -> Precision {
         match p {
             Precise::Fp16 => Precision::Fp16,
+            Precise::Fp16Flush => Precision::Fp16Flush,
             Precise::Fp32 => Precision::Fp32,
         }
     }
@@ -190,7 +193,7 @@ fn limit(program: &Program, precision: Precise) -> Limit {
         program.functions.values().any(|f| f.body.outputs.iter().any(|id| half(f.value(*id))));
     match (computes_half, precision) {
         (false, _) => EXACT,
-        (true, Precise::Fp16) => HALF,
+        (true, Precise::Fp16 | Precise::Fp16Flush) => HALF,
         (true, Precise::Fp32) => ROUNDED_WEIGHTS,
     }
 }
@@ -274,7 +277,7 @@ impl<'a> Runner<'a> {
             .any(|v| matches!(&v.ty, Type::Tensor(t) if t.dtype == DType::F16));
         let limit = match (half, precision) {
             (false, _) => EXACT,
-            (true, Precise::Fp16) => HALF,
+            (true, Precise::Fp16 | Precise::Fp16Flush) => HALF,
             (true, Precise::Fp32) => ROUNDED_WEIGHTS,
         };
         let machine = Machine::new(program, precision.into());

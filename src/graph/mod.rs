@@ -2,6 +2,8 @@
 
 pub mod build;
 pub mod check;
+pub mod measure;
 
 pub use build::{Builder, In};
 pub use check::{Checked, Problem, Severity, check, problems};
+pub use measure::Measure;

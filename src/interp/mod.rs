@@ -27,6 +27,8 @@ use crate::{
 pub enum Precision {
     /// Each result, to its declared type.
     Fp16,
+    /// The same, and what is subnormal in fp16 becomes zero, as on devices that flush it.
+    Fp16Flush,
     /// Nothing is rounded.
     Fp32,
 }

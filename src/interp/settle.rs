@@ -105,24 +105,26 @@ fn held(kind: CandleType) -> &'static str {
 
 fn rounded(v: Tensor, dtype: DType, precision: Precision, own: bool) -> Result<Tensor> {
     Ok(match (dtype, precision) {
-        (DType::F16, Precision::Fp16) => through::<f16>(v, own)?,
-        (DType::BF16, Precision::Fp16) => through::<bf16>(v, own)?,
+        (DType::F16, Precision::Fp16) => through::<f16>(v, own, false)?,
+        (DType::F16, Precision::Fp16Flush) => through::<f16>(v, own, true)?,
+        (DType::BF16, Precision::Fp16 | Precision::Fp16Flush) => through::<bf16>(v, own, false)?,
         _ if dtype.is_int() => wrapped(v, dtype)?,
         _ => v,
     })
 }
 
 /// Rounds to a narrower type and back.
-fn through<T: Copy + Default>(v: Tensor, own: bool) -> Result<Tensor>
+fn through<T: Copy + Default>(v: Tensor, own: bool, flush: bool) -> Result<Tensor>
 where
     [T]: HalfFloatSliceExt,
 {
     let v = if own && v.is_contiguous() { v } else { v.force_contiguous()? };
-    v.inplace_op1(&Through::<T>(PhantomData))?;
+    v.inplace_op1(&Through::<T>(flush, PhantomData))?;
     Ok(v)
 }
 
-struct Through<T>(PhantomData<T>);
+/// Whether subnormals of fp16 become zero.
+struct Through<T>(bool, PhantomData<T>);
 
 impl<T: Copy + Default> InplaceOp1 for Through<T>
 where
@@ -136,12 +138,17 @@ where
         let (CpuStorage::F32(values), Some((start, end))) = (storage, layout.contiguous_offsets()) else {
             candle_core::bail!("contiguous floats are expected");
         };
+        let flush = self.0;
         let round = |part: &mut [f32]| {
             let mut narrow = [T::default(); BLOCK];
             for block in part.chunks_mut(BLOCK) {
                 let narrow = &mut narrow[..block.len()];
                 narrow.convert_from_f32_slice(block);
                 narrow.convert_to_f32_slice(block);
+                if flush {
+                    let least = f16::MIN_POSITIVE.to_f32();
+                    block.iter_mut().filter(|v| v.abs() < least).for_each(|v| *v = 0.0);
+                }
             }
         };
         match &mut values[start..end] {

@@ -34,6 +34,11 @@ impl States {
         self.held.get(name).and_then(|h| h.tensor.force_contiguous().ok())
     }
 
+    /// Fills a state; a later call starts from it.
+    pub fn set(&mut self, name: &str, value: Tensor) -> Result<()> {
+        self.write(name, value.into(), Precision::Fp32)
+    }
+
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.held.keys().map(String::as_str)
     }

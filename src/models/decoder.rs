@@ -8,7 +8,10 @@ use std::{collections::BTreeMap, ops::Range};
 
 use serde_json::{Value as Json, json};
 
-use super::{Part, Plan};
+use super::{
+    Part, Plan,
+    calls::{Attention, Call, calls},
+};
 use crate::{
     bail,
     checkpoint::{Checkpoint, Config},
@@ -17,7 +20,7 @@ use crate::{
     mil::{DType, Function, Program, Type, ValueId},
     nn::{
         Hidden, Net,
-        cache::{Heads, Kind, Setup, Steps, Update},
+        cache::{Form, Heads, Kind, Setup, Steps, Update, sparse},
     },
 };
 
@@ -97,6 +100,11 @@ pub struct Chunks {
     pub all_logits: bool,
     pub update: Update,
     pub parts: Parts,
+    pub attention: Attention,
+    /// Slots that prefill functions see, one function for each; none make one for the context.
+    pub buckets: Vec<usize>,
+    /// How many ops a function may have: heads are taken together until it has no more.
+    pub max_ops: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -151,11 +159,13 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
         bail!("a prefill chunk of {chunk} tokens does not fit a context of {}", contexts[0]);
     }
     let pieces = pieces(&plan.chunks.parts, checkpoint, &shape);
-    let frame = Frame { decoder, checkpoint, plan, shape, contexts, capacity, model_type };
+    let calls = calls(&plan.chunks, &contexts, shape.heads, shape.slopes.is_some())?;
+    let frame = Frame { decoder, checkpoint, plan, shape, contexts, calls, capacity, model_type };
     let stems: Vec<String> = pieces.iter().map(|p| p.stem.clone()).collect();
     let mut parts = Vec::new();
     for piece in &pieces {
         let mut part = frame.part(piece, &stems).within(|| format!("while building {model_type}"))?;
+        notes.append(&mut part.notes);
         part.notes = std::mem::take(&mut notes);
         parts.push(part);
     }
@@ -173,6 +183,7 @@ struct Frame<'a> {
     plan: &'a Plan,
     shape: Shape,
     contexts: Vec<usize>,
+    calls: Vec<Call>,
     capacity: usize,
     model_type: &'a str,
 }
@@ -180,23 +191,18 @@ struct Frame<'a> {
 impl Frame<'_> {
     fn part(&self, piece: &Piece, stems: &[String]) -> Result<Part> {
         let mut functions = BTreeMap::new();
-        let mut sizes = vec![("decode", 1)];
-        if let Some(chunk) = self.plan.chunks.chunk.filter(|c| *c > 1) {
-            sizes.push(("prefill", chunk));
-        }
         let mut described = serde_json::Map::new();
-        for context in &self.contexts {
-            for (base, tokens) in &sizes {
-                let name = match self.contexts.len() {
-                    1 => (*base).to_string(),
-                    _ => format!("{base}_{context}"),
-                };
-                let function = self
-                    .function(piece, *context, *tokens)
-                    .within(|| format!("function `{name}` of `{}`", piece.stem))?;
-                described.insert(name.clone(), describe(&function, *context, *tokens));
-                functions.insert(name, function);
+        let mut notes = Vec::new();
+        for call in &self.calls {
+            if call.tokens == 0 && piece.layers.is_empty() {
+                continue;
             }
+            let name = &call.name;
+            let (function, call) = self
+                .call(piece, call, &mut notes)
+                .within(|| format!("function `{name}` of `{}`", piece.stem))?;
+            described.insert(name.clone(), describe(&function, &call));
+            functions.insert(name.clone(), function);
         }
         let largest = self.contexts.len() - 1;
         let default = match largest {
@@ -209,11 +215,58 @@ impl Frame<'_> {
             program,
             docs: docs(),
             contract: self.contract(piece, stems, described),
-            notes: Vec::new(),
+            notes,
         })
     }
 
-    fn function(&self, piece: &Piece, context: usize, tokens: usize) -> Result<Function> {
+    /// A function, its tiles over the fewest kv heads with which it stays below the limit of ops.
+    fn call(&self, piece: &Piece, call: &Call, notes: &mut Vec<String>) -> Result<(Function, Call)> {
+        if call.tokens == 0 {
+            return Ok((self.repool(piece, call)?, call.clone()));
+        }
+        let (limit, heads) = (self.plan.chunks.max_ops, self.shape.heads);
+        let groups = match call.tiles() {
+            Some(_) if call.free_group && !piece.layers.is_empty() => call.groups(heads),
+            Some(tiled) => vec![tiled.group],
+            None => return Ok((self.function(piece, call)?, call.clone())),
+        };
+        let mut last = None;
+        for group in groups {
+            let call = call.with_group(group);
+            let function = self.function(piece, &call)?;
+            let ops = function.body.ops.iter().filter(|op| op.kind != "const").count();
+            if ops <= limit {
+                return Ok((function, call));
+            }
+            last = Some((function, call, ops));
+        }
+        let Some((function, call, ops)) = last else { bail!("there is no group of heads") };
+        notes.push(format!(
+            "function `{}` of `{}` has {ops} ops, over the limit of {limit}; larger `tile`s, a `group` of more heads, or `--parts` make fewer",
+            call.name, piece.stem
+        ));
+        Ok((function, call))
+    }
+
+    /// The function that makes the means of a block-sparse package anew.
+    fn repool(&self, piece: &Piece, call: &Call) -> Result<Function> {
+        let mut net = Net::new(self.checkpoint, Builder::new(self.plan.opset), DType::F16, 1, 1);
+        let Some(block) = self.block() else { bail!("there are no blocks to pool") };
+        let sizes = (piece.layers.len(), call.context, block);
+        let output = sparse::repool(&mut net, self.shape.heads, sizes)?;
+        Ok(net.builder.finish(vec![output]))
+    }
+
+    /// Keys of a block in a block-sparse package.
+    fn block(&self) -> Option<usize> {
+        self.calls.iter().find_map(|call| match call.form {
+            Form::Sparse(sparse, _) => Some(sparse.block),
+            _ => None,
+        })
+    }
+
+    fn function(&self, piece: &Piece, call: &Call) -> Result<Function> {
+        let (context, tokens) = (call.context, call.tokens);
         let mut net = Net::new(self.checkpoint, Builder::new(self.plan.opset), self.plan.float, 1, tokens);
         (self.decoder.prepare)(&mut net)?;
         let mut shape = self.shape.clone();
@@ -242,6 +295,9 @@ impl Frame<'_> {
                     kinds: shape.kinds.clone(),
                     slopes: shape.slopes.clone(),
                     update: self.plan.chunks.update,
+                    form: call.form,
+                    first_layer: piece.layers.start,
+                    block: self.block(),
                 };
                 Some(Steps::new(&mut net, setup, positions)?)
             }
@@ -297,8 +353,15 @@ impl Frame<'_> {
             "functions": functions,
             "context_length": self.contexts,
             "prefill_chunk": self.plan.chunks.chunk.filter(|c| *c > 1),
+            "buckets": self.buckets(),
             "logits": if self.plan.chunks.all_logits { "all" } else { "last" },
             "cache": cache,
+            "pooled": self.block().filter(|_| !piece.layers.is_empty()).map(|block| json!({
+                "state": "kv_mean",
+                "shape": [rows, h.kv, self.capacity / block, h.padded],
+                "block": block,
+                "repool": "call it before `prefill_sparse` when tokens were decoded, padded or fed at other positions than multiples of the block since the last call",
+            })),
             "vocabulary": self.shape.vocab,
             "parts": stems,
             "part": stems.iter().position(|s| *s == piece.stem),
@@ -307,6 +370,16 @@ impl Frame<'_> {
             "positions": "consecutive, below the context length; a position at or past it is the host's error",
             "prefill": "full chunks; the last one is fed again so that it ends at the last token, or a short prompt is padded after its tokens",
         })
+    }
+
+    /// Slots that the prefill functions see, where there is a choice.
+    fn buckets(&self) -> Option<Vec<usize>> {
+        let exact = self
+            .calls
+            .iter()
+            .filter(|c| c.name.starts_with("prefill") && !matches!(c.form, Form::Sparse(..)));
+        let sees: Vec<usize> = exact.map(|c| c.positions.1 + c.tokens).collect();
+        (!self.plan.chunks.buckets.is_empty()).then_some(sees)
     }
 
     /// Ids from the generation config, or else the config.
@@ -325,7 +398,7 @@ impl Frame<'_> {
     }
 }
 
-fn describe(function: &Function, context: usize, tokens: usize) -> Json {
+fn describe(function: &Function, call: &Call) -> Json {
     let one = |id: &ValueId| {
         let value = function.value(*id);
         let tensor = value.ty.as_tensor().or_else(|| value.ty.as_state());
@@ -336,9 +409,24 @@ fn describe(function: &Function, context: usize, tokens: usize) -> Json {
             "state": value.ty.as_state().is_some(),
         })
     };
+    let attention = match call.form {
+        Form::Dense => json!({ "form": "dense" }),
+        Form::Tiled(t) => {
+            json!({ "form": "tiled", "tile": t.tile, "head_group": t.group, "filled": t.filled })
+        }
+        Form::Sparse(s, t) => json!({
+            "form": "block-sparse", "tile": t.tile, "head_group": t.group, "block": s.block, "budget": s.budget,
+            "sinks": s.sinks, "window": s.window, "alpha": s.alpha, "dense_layers": s.dense_layers,
+            "correction": s.correction,
+        }),
+    };
     json!({
-        "tokens": tokens,
-        "context": context,
+        "tokens": call.tokens,
+        "context": call.context,
+        "min_position": call.positions.0,
+        "max_position": call.positions.1,
+        "position_multiple_of": call.align,
+        "attention": attention,
         "inputs": function.inputs.iter().map(one).collect::<Vec<_>>(),
         "outputs": function.body.outputs.iter().map(one).collect::<Vec<_>>(),
     })
@@ -351,6 +439,8 @@ fn docs() -> BTreeMap<String, String> {
         ("hidden_states", "What the part before gives"),
         ("output_hidden_states", "What the next part takes"),
         ("kv_cache", "Keys and values of all tokens so far: keys of each layer first, then values"),
+        ("kv_mean", "Means of blocks of the cache, for block-sparse prefill"),
+        ("pooled", "The first mean; what counts is the state"),
         ("logits", "Scores of the vocabulary, before softmax"),
     ]
     .into_iter()

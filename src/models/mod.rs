@@ -5,6 +5,7 @@
 
 mod albert;
 mod bert;
+pub mod calls;
 pub mod decoder;
 mod distilbert;
 mod electra;

@@ -62,7 +62,7 @@ impl Net<'_> {
     pub fn rotated_heads(&mut self, name: &str, x: Halves, heads: usize) -> Result<Heads> {
         let first = self.split_channels(&format!("{name}_first"), x.0, 1, heads)?;
         let second = self.split_channels(&format!("{name}_second"), x.1, 1, heads)?;
-        self.join(name, &first, &second, 1)
+        self.join_pairs(name, &first, &second, 1)
     }
 
     /// Keys per head from rotated halves, transposed once for all heads.
@@ -70,10 +70,10 @@ impl Net<'_> {
         let whole = self.concat_channels(&format!("{name}_rotated"), &[x.0, x.1])?;
         let Heads(parts) = self.keys(name, whole, 2 * heads)?;
         let (first, second) = parts.split_at(heads);
-        self.join(name, first, second, 3)
+        self.join_pairs(name, first, second, 3)
     }
 
-    fn join(&mut self, name: &str, first: &[ValueId], second: &[ValueId], axis: i32) -> Result<Heads> {
+    fn join_pairs(&mut self, name: &str, first: &[ValueId], second: &[ValueId], axis: i32) -> Result<Heads> {
         let mut heads = Vec::with_capacity(first.len());
         for (a, b) in first.iter().zip(second) {
             let values = In::from(&[*a, *b][..]);

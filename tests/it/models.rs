@@ -2,6 +2,7 @@
 
 mod decoders;
 mod heads;
+mod prefill;
 mod structure;
 mod traps;
 
@@ -20,7 +21,7 @@ use silane::{
         compare::{Comparison, compare, kept_rows},
     },
     mil::{DType, Numbers, Program},
-    models::{self, Chunks, Parts, Plan},
+    models::{self, Chunks, Parts, Plan, calls::Attention},
     ops::{Opset, Val},
     passes,
     reference::{self, Inputs},
@@ -144,6 +145,9 @@ fn plan(checkpoint: &Checkpoint, batch: usize, tokens: usize) -> Plan {
             all_logits: false,
             update: silane::nn::cache::Update::Slice,
             parts: Parts::Count(1),
+            attention: Attention::Auto,
+            buckets: Vec::new(),
+            max_ops: 8000,
         },
     }
 }

@@ -8,7 +8,7 @@ use silane::{
     graph,
     interp::{Machine, Precision, States, compare::compare},
     mil::{DType, Program, Type},
-    models::{self, Chunks, Parts, Plan},
+    models::{self, Chunks, Parts, Plan, calls::Attention},
     nn::cache::Update,
     ops::Val,
     passes,
@@ -16,10 +16,10 @@ use silane::{
 
 use super::{fixture, floats, open, plan, stored};
 
-const CONTEXT: usize = 64;
+pub(super) const CONTEXT: usize = 64;
 
 /// Every language model of the fixtures.
-const VARIANTS: [&str; 41] = [
+pub(super) const VARIANTS: [&str; 41] = [
     "bloom",
     "cohere",
     "cohere-qk-norm",
@@ -64,12 +64,12 @@ const VARIANTS: [&str; 41] = [
 ];
 
 /// The parts of a model, and how far its cache is.
-struct Text<'a> {
-    machines: Vec<(Machine<'a>, States)>,
+pub(super) struct Text<'a> {
+    pub(super) machines: Vec<(Machine<'a>, States)>,
 }
 
 impl<'a> Text<'a> {
-    fn new(programs: &'a [Program], precision: Precision) -> Self {
+    pub(super) fn new(programs: &'a [Program], precision: Precision) -> Self {
         let open = |p: &'a Program| {
             let machine = Machine::new(p, precision);
             let states = machine.states("decode").unwrap();
@@ -79,8 +79,12 @@ impl<'a> Text<'a> {
     }
 
     /// The logits after the last of `ids`, which begin at `position`.
-    fn feed(&mut self, ids: &[i64], position: usize) -> Vec<f32> {
-        let function = if ids.len() == 1 { "decode" } else { "prefill" };
+    pub(super) fn feed(&mut self, ids: &[i64], position: usize) -> Vec<f32> {
+        self.call(if ids.len() == 1 { "decode" } else { "prefill" }, ids, position)
+    }
+
+    /// The same by the function named.
+    pub(super) fn call(&mut self, function: &str, ids: &[i64], position: usize) -> Vec<f32> {
         let n = ids.len();
         let positions = (0..n).map(|i| i64::try_from(position + i).unwrap()).collect();
         let given = BTreeMap::from([
@@ -105,21 +109,28 @@ impl<'a> Text<'a> {
     }
 }
 
-fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
+pub(super) fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
     Chunks {
         contexts: vec![CONTEXT],
         chunk: Some(chunk),
         all_logits: false,
         update,
         parts: Parts::Count(parts),
+        attention: Attention::Auto,
+        buckets: Vec::new(),
+        max_ops: 8000,
     }
 }
 
-fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
+pub(super) fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
     try_programs(checkpoint, float, chunks).unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn try_programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> silane::Result<Vec<Program>> {
+pub(super) fn try_programs(
+    checkpoint: &Checkpoint,
+    float: DType,
+    chunks: Chunks,
+) -> silane::Result<Vec<Program>> {
     let plan = Plan { task: Task::CausalLm, float, chunks, ..plan(checkpoint, 1, 1) };
     let parts = models::build(checkpoint, &plan, checkpoint.config.model_type()?)?;
     let tidy = |mut part: models::Part| {
@@ -130,7 +141,7 @@ fn try_programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> silane
 }
 
 /// The first stored row without padding: its ids, and the logits after each.
-fn row(name: &str) -> (Vec<i64>, Vec<Vec<f32>>) {
+pub(super) fn row(name: &str) -> (Vec<i64>, Vec<Vec<f32>>) {
     let stored = stored(&format!("tiny/{name}"));
     let shape = stored["logits"].tensor().unwrap().dims().to_vec();
     let ids = stored["input_ids"].to_ints().unwrap()[..shape[1]].to_vec();
@@ -138,7 +149,7 @@ fn row(name: &str) -> (Vec<i64>, Vec<Vec<f32>>) {
     (ids, logits)
 }
 
-fn assert_near(what: &str, seen: &[f32], expected: &[f32], float: DType) {
+pub(super) fn assert_near(what: &str, seen: &[f32], expected: &[f32], float: DType) {
     let c = compare(seen, expected, 0.0).unwrap();
     let near = if float == DType::F32 { c.relative() <= 1e-4 } else { c.psnr >= 50.0 };
     let finite = c.seen_non_finite == 0;
