@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 the answer is no, 2 error.
 
+mod choices;
 mod convert;
 mod generate;
 mod inspect;

@@ -36,9 +36,55 @@ pub(super) struct Session<'a> {
     prefill: Option<(String, usize)>,
     pub(super) context: usize,
     pub(super) position: usize,
-    vocabulary: usize,
-    /// Whether logits of all tokens of a call come out.
-    all: bool,
+    /// The outputs that hold logits, in the order of the vocabulary.
+    head: Vec<String>,
+}
+
+/// What a package says of the token after the last one.
+pub(super) enum Scores {
+    Logits(Vec<f32>),
+    /// The likeliest token and its logit.
+    Best {
+        token: u32,
+        score: f32,
+    },
+}
+
+impl Scores {
+    pub(super) fn best(&self) -> u32 {
+        match self {
+            Scores::Logits(logits) => best(logits),
+            Scores::Best { token, .. } => *token,
+        }
+    }
+
+    pub(super) fn logits(&self) -> Result<&[f32]> {
+        match self {
+            Scores::Logits(logits) => Ok(logits),
+            Scores::Best { .. } => {
+                bail!("the package gives the likeliest token only"; hint: "convert with `--logits last`")
+            }
+        }
+    }
+
+    /// Of the call's last token; the pieces of a head that was left in pieces are joined.
+    fn of(mut outputs: BTreeMap<String, Val>, head: &[String]) -> Result<Scores> {
+        if let (Some(token), Some(score)) = (outputs.remove("token_ids"), outputs.remove("token_scores")) {
+            let token = token.to_ints()?.first().and_then(|i| u32::try_from(*i).ok());
+            return match (token, score.to_floats()?.first()) {
+                (Some(token), Some(score)) => Ok(Scores::Best { token, score: *score }),
+                _ => bail!("`token_ids` holds no token id"),
+            };
+        }
+        let mut logits = Vec::new();
+        for name in head {
+            let Some(piece) = outputs.remove(name) else { bail!("there is no output `{name}`") };
+            let rows = piece.tensor()?.dims().last().copied().unwrap_or(0);
+            let all = piece.to_floats()?;
+            logits.extend_from_slice(&all[all.len().saturating_sub(rows)..]);
+        }
+        Ok(Scores::Logits(logits))
+    }
 }
 
 impl Model {
@@ -75,8 +121,20 @@ impl Model {
         let Some(last) = packages.last() else {
             bail!("{}: the parts are not named in `{}`", folder.display(), any.display());
         };
-        let contract = contract(last)?;
-        Ok(Model { packages, contract, folder: folder.to_path_buf() })
+        let whole = contract(last)?;
+        for package in &packages {
+            let part = contract(package)?;
+            for key in ["family", "context_length", "prefill_chunk", "logits", "vocabulary", "parts"] {
+                if part[key] != whole[key] {
+                    let (seen, expected) = (&part[key], &whole[key]);
+                    bail!(
+                        "{}: `{key}` is {seen}, the last part has {expected}", package.path.display();
+                        hint: "these parts are of several conversions: convert all of them in one"
+                    );
+                }
+            }
+        }
+        Ok(Model { packages, contract: whole, folder: folder.to_path_buf() })
     }
 
     /// Opens what is a language model by its contract; `None` for anything else.
@@ -114,9 +172,21 @@ impl Model {
             prefill: number(&self.contract["prefill_chunk"]).map(|n| (format!("prefill{suffix}"), n)),
             context,
             position: 0,
-            vocabulary: number(&self.contract["vocabulary"]).unwrap_or(0),
-            all: self.contract["logits"] == "all",
+            head: self.head(),
         })
+    }
+
+    /// Whether the package gives the likeliest token, and no logits.
+    pub(super) fn is_argmax(&self) -> bool {
+        self.contract["logits"] == "argmax"
+    }
+
+    fn head(&self) -> Vec<String> {
+        let outputs = self.contract["head_outputs"].as_array();
+        match outputs.map(|all| all.iter().filter_map(|o| Some(o["name"].as_str()?.to_string())).collect()) {
+            Some(names) => names,
+            None => vec!["logits".into()],
+        }
     }
 
     /// Tokens that end a text.
@@ -139,12 +209,12 @@ impl Session<'_> {
         self.prefill.as_ref().map(|p| p.1)
     }
 
-    /// Feeds one token and gives the logits of what comes next.
-    pub(super) fn decode(&mut self, id: u32) -> Result<Vec<f32>> {
+    /// Feeds one token and gives the scores of what comes next.
+    pub(super) fn decode(&mut self, id: u32) -> Result<Scores> {
         let function = self.decode.clone();
-        let logits = self.call(&function, &[id], self.position, None)?;
+        let scores = self.call(&function, &[id], self.position, None)?;
         self.position += 1;
-        Ok(logits)
+        Ok(scores)
     }
 
     /// Feeds one token and gives the hidden states after each layer.
@@ -156,9 +226,9 @@ impl Session<'_> {
         seen.floats()
     }
 
-    /// Feeds a whole prompt from where the session is, and gives the logits of what comes next. `all` are
+    /// Feeds a whole prompt from where the session is, and gives the scores of what comes next. `all` are
     /// the tokens of the session from its start, of which the last chunk may be fed again.
-    pub(super) fn prompt(&mut self, all: &[u32]) -> Result<Vec<f32>> {
+    pub(super) fn prompt(&mut self, all: &[u32]) -> Result<Scores> {
         let Some(last) = all.last().copied().filter(|_| self.position < all.len()) else {
             bail!("there is no new token to feed");
         };
@@ -168,17 +238,17 @@ impl Session<'_> {
         if let Some((function, chunk)) = self.prefill.clone() {
             while all.len() - self.position >= chunk {
                 let ids = &all[self.position..self.position + chunk];
-                let logits = self.call(&function, ids, self.position, None)?;
+                let scores = self.call(&function, ids, self.position, None)?;
                 self.position += chunk;
                 if self.position == all.len() {
-                    return Ok(self.last(logits));
+                    return Ok(scores);
                 }
             }
             if all.len() >= chunk {
                 let start = all.len() - chunk;
-                let logits = self.call(&function, &all[start..], start, None)?;
+                let scores = self.call(&function, &all[start..], start, None)?;
                 self.position = all.len();
-                return Ok(self.last(logits));
+                return Ok(scores);
             }
             if all.len() - self.position > 1 && self.position + chunk <= self.context {
                 let mut ids = all[self.position..].to_vec();
@@ -187,18 +257,10 @@ impl Session<'_> {
                 self.position = all.len() - 1;
             }
         }
-        let mut logits = Vec::new();
-        while self.position < all.len() {
-            logits = self.decode(all[self.position])?;
+        while self.position + 1 < all.len() {
+            self.decode(all[self.position])?;
         }
-        Ok(logits)
-    }
-
-    fn last(&self, logits: Vec<f32>) -> Vec<f32> {
-        if !self.all || self.vocabulary == 0 {
-            return logits;
-        }
-        logits[logits.len().saturating_sub(self.vocabulary)..].to_vec()
+        self.decode(last)
     }
 
     /// Runs a function of every part in turn.
@@ -208,7 +270,7 @@ impl Session<'_> {
         ids: &[u32],
         position: usize,
         mut seen: Option<&mut Seen>,
-    ) -> Result<Vec<f32>> {
+    ) -> Result<Scores> {
         let n = ids.len();
         if position + n > self.context {
             bail!(
@@ -219,7 +281,7 @@ impl Session<'_> {
         let ids = Val::ints(ids.iter().map(|i| i64::from(*i)).collect(), &[1, n])?;
         let first = i64::try_from(position).unwrap_or(i64::MAX);
         let positions = Val::ints((0..n).map(|i| first + i64::try_from(i).unwrap_or(0)).collect(), &[1, n])?;
-        let mut carried: Option<Val> = None;
+        let (mut carried, mut scores): (Option<Val>, _) = (None, BTreeMap::new());
         for (machine, states) in &mut self.machines {
             let mut inputs = BTreeMap::new();
             for name in machine.inputs(function)? {
@@ -240,12 +302,10 @@ impl Session<'_> {
                 }
                 None => machine.run(function, &inputs, states, None)?,
             };
-            carried = outputs.into_values().next();
+            carried = outputs.get("output_hidden_states").cloned();
+            scores = outputs;
         }
-        match carried {
-            Some(logits) => logits.to_floats(),
-            None => bail!("function `{function}` gave nothing"),
-        }
+        Scores::of(scores, &self.head).at(format!("function `{function}`"))
     }
 }
 

@@ -26,7 +26,7 @@ mod shapes;
 
 use std::collections::BTreeMap;
 
-pub use decoder::{Chunks, Decoder, Parts};
+pub use decoder::{Chunks, Decoder, Logits, Parts};
 pub use encoder::Encoder;
 
 use crate::{

@@ -2,6 +2,7 @@
 
 mod convert;
 mod inspect;
+mod language;
 mod run;
 mod talk;
 mod validate;

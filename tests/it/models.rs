@@ -1,9 +1,10 @@
 //! Emitted programs against what Transformers computed, and against our reference where nothing is stored.
 
-mod decoders;
+pub(crate) mod decoders;
 mod heads;
 mod structure;
 mod traps;
+mod vocabulary;
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +21,7 @@ use silane::{
         compare::{Comparison, compare, kept_rows},
     },
     mil::{DType, Numbers, Program},
-    models::{self, Chunks, Parts, Plan},
+    models::{self, Chunks, Logits, Parts, Plan},
     ops::{Opset, Val},
     passes,
     reference::{self, Inputs},
@@ -141,7 +142,8 @@ fn plan(checkpoint: &Checkpoint, batch: usize, tokens: usize) -> Plan {
         chunks: Chunks {
             contexts: vec![32],
             chunk: None,
-            all_logits: false,
+            logits: Logits::Last,
+            split_head: false,
             update: silane::nn::cache::Update::Slice,
             parts: Parts::Count(1),
         },
@@ -348,7 +350,7 @@ impl Model {
         folder(&files)
     }
 
-    fn open(&self) -> (TempDir, Checkpoint) {
+    pub(crate) fn open(&self) -> (TempDir, Checkpoint) {
         let dir = self.write();
         let checkpoint = open(dir.path());
         (dir, checkpoint)

@@ -8,7 +8,7 @@ use silane::{
     graph,
     interp::{Machine, Precision, States, compare::compare},
     mil::{DType, Program, Type},
-    models::{self, Chunks, Parts, Plan},
+    models::{self, Chunks, Logits, Parts, Plan},
     nn::cache::Update,
     ops::Val,
     passes,
@@ -64,12 +64,12 @@ const VARIANTS: [&str; 41] = [
 ];
 
 /// The parts of a model, and how far its cache is.
-struct Text<'a> {
+pub(crate) struct Text<'a> {
     machines: Vec<(Machine<'a>, States)>,
 }
 
 impl<'a> Text<'a> {
-    fn new(programs: &'a [Program], precision: Precision) -> Self {
+    pub(crate) fn new(programs: &'a [Program], precision: Precision) -> Self {
         let open = |p: &'a Program| {
             let machine = Machine::new(p, precision);
             let states = machine.states("decode").unwrap();
@@ -78,8 +78,14 @@ impl<'a> Text<'a> {
         Self { machines: programs.iter().map(open).collect() }
     }
 
-    /// The logits after the last of `ids`, which begin at `position`.
-    fn feed(&mut self, ids: &[i64], position: usize) -> Vec<f32> {
+    /// The logits after the last of `ids`, which begin at `position`; pieces are joined in order of their
+    /// names.
+    pub(crate) fn feed(&mut self, ids: &[i64], position: usize) -> Vec<f32> {
+        self.call(ids, position).values().flat_map(floats).collect()
+    }
+
+    /// What the last part gives.
+    pub(super) fn call(&mut self, ids: &[i64], position: usize) -> BTreeMap<String, Val> {
         let function = if ids.len() == 1 { "decode" } else { "prefill" };
         let n = ids.len();
         let positions = (0..n).map(|i| i64::try_from(position + i).unwrap()).collect();
@@ -87,7 +93,7 @@ impl<'a> Text<'a> {
             ("input_ids", Val::ints(ids.to_vec(), &[1, n]).unwrap()),
             ("position_ids", Val::ints(positions, &[1, n]).unwrap()),
         ]);
-        let mut carried: Option<Val> = None;
+        let (mut carried, mut outputs): (Option<Val>, _) = (None, BTreeMap::new());
         for (machine, states) in &mut self.machines {
             let value = |name: &String| match name.as_str() {
                 "hidden_states" => carried.clone().unwrap(),
@@ -99,27 +105,33 @@ impl<'a> Text<'a> {
                 .into_iter()
                 .map(|name| (name.clone(), value(&name)))
                 .collect();
-            carried = machine.run(function, &inputs, states, None).unwrap().into_values().next();
+            outputs = machine.run(function, &inputs, states, None).unwrap();
+            carried = outputs.get("output_hidden_states").cloned();
         }
-        floats(&carried.unwrap())
+        outputs
     }
 }
 
-fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
+pub(crate) fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
     Chunks {
         contexts: vec![CONTEXT],
         chunk: Some(chunk),
-        all_logits: false,
+        logits: Logits::Last,
+        split_head: false,
         update,
         parts: Parts::Count(parts),
     }
 }
 
-fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
+pub(crate) fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
     try_programs(checkpoint, float, chunks).unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn try_programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> silane::Result<Vec<Program>> {
+pub(super) fn try_programs(
+    checkpoint: &Checkpoint,
+    float: DType,
+    chunks: Chunks,
+) -> silane::Result<Vec<Program>> {
     let plan = Plan { task: Task::CausalLm, float, chunks, ..plan(checkpoint, 1, 1) };
     let parts = models::build(checkpoint, &plan, checkpoint.config.model_type()?)?;
     let tidy = |mut part: models::Part| {
