@@ -18,7 +18,7 @@ use crate::{
     error::{Result, io},
     graph::{self, Checked},
     mil::DType,
-    models::{self, Chunks, Part, Parts, Plan},
+    models::{self, Chunks, Mixture, Part, Parts, Plan},
     nn::cache::Update,
     ops::Opset,
     package::{self, Interface, Save},
@@ -209,6 +209,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             bail!("{}: exists already and holds no packages, so it is not replaced", output.display(); hint: "choose another name, or remove it yourself");
         }
     }
+    let mixture = Mixture::of(&checkpoint, model_type)?;
     let mut ready = Vec::new();
     let mut summary = json!(null);
     for mut part in parts {
@@ -220,6 +221,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         let interface = interface(&checked, docs, &contract, &checkpoint)?;
         if summary.is_null() {
             summary = start_summary(&plan, model_type, &contract);
+            summary["experts"] = json!(mixture.map(|m| m.json()));
         }
         count_ops(&mut summary, &checked, &stem, several);
         ready.push((stem, checked, interface));
@@ -514,6 +516,7 @@ fn tell(s: &serde_json::Value) -> String {
         let each: Vec<String> = functions.iter().map(|(k, n)| format!("{k} {n}")).collect();
         lines.push(format!("  ops by function: {}", each.join(", ")));
     }
+    lines.extend(experts(&s["experts"]));
     let seconds = s["seconds"].as_f64().unwrap_or_default();
     lines.push(match s["output"].as_str() {
         Some(output) => format!(
@@ -527,4 +530,21 @@ fn tell(s: &serde_json::Value) -> String {
         lines.push(format!("  tokenizer and config are in {folder}"));
     }
     lines.join("\n")
+}
+
+/// What a mixture of experts costs beyond its router's choice.
+fn experts(e: &serde_json::Value) -> Option<String> {
+    let number = |key: &str| e[key].as_u64();
+    let factor = |key: &str| e[key].as_f64();
+    Some(format!(
+        "  experts: all {} are computed for each token in {}, where the router picks {}: {:.1} × their weight bytes \
+         and FLOPs;\n    with all else {} parameters a token instead of {}, {:.2} ×",
+        number("computed")?,
+        ui::counted(number("layers")?, "layer"),
+        number("chosen")?,
+        factor("factor")?,
+        ui::count(number("parameters_computed")?),
+        ui::count(number("parameters_chosen")?),
+        factor("factor_of_all")?
+    ))
 }

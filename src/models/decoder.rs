@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, ops::Range};
 
 use serde_json::{Value as Json, json};
 
-use super::{Part, Plan};
+use super::{Part, Plan, Routed};
 use crate::{
     bail,
     checkpoint::{Checkpoint, Config},
@@ -41,6 +41,8 @@ pub struct Decoder {
     /// Logits from normalised hidden states, in the scope of the checkpoint: one piece, or several along the
     /// vocabulary.
     pub logits: fn(&mut Net<'_>, &Shape, Hidden) -> Result<Vec<Hidden>>,
+    /// What a router chooses from, where layers have experts.
+    pub routed: Option<fn(&Config) -> Result<Routed>>,
 }
 
 /// One layer: its place in the part's cache, and its number in the model.

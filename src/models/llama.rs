@@ -23,6 +23,7 @@ pub(super) static LLAMA: Decoder = Decoder {
     layer,
     norm,
     logits,
+    routed: None,
 };
 
 pub(super) static MISTRAL: Decoder = Decoder {

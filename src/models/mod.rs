@@ -9,6 +9,7 @@ pub mod decoder;
 mod distilbert;
 mod electra;
 pub mod encoder;
+mod experts;
 mod gemma;
 mod gpt2;
 mod llama;
@@ -28,6 +29,7 @@ use std::collections::BTreeMap;
 
 pub use decoder::{Chunks, Decoder, Logits, Parts};
 pub use encoder::Encoder;
+pub use experts::{Mixture, Routed};
 
 use crate::{
     bail,

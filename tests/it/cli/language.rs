@@ -262,6 +262,33 @@ fn the_context_is_the_checkpoints_own() {
     }
 }
 
+/// What a mixture of experts costs is told, by the numbers of its config and tensors.
+#[test]
+fn the_cost_of_experts_is_told() {
+    // Of each layer with experts: as many matrices as experts and parts, of 48 by the width.
+    for (name, layers, width) in [("mixtral", 3, 38), ("qwen3_moe", 2, 22)] {
+        let bench = Bench::with_models(&[&format!("tiny/{name}")]);
+        let ran = bench.run(&["convert", name, "--dry-run"]);
+        let line = format!(
+            "experts: all 4 are computed for each token in {layers} layers, where the router picks 2: 2.0 ×"
+        );
+        assert!(ran.err.contains(&line), "{}", ran.err);
+        let experts = &bench.run(&["convert", name, "--dry-run", "--json"]).json()["experts"];
+        let number = |key: &str| experts[key].as_u64().unwrap();
+        let model = Model::load(&format!("tiny/{name}"));
+        let all: usize = model.tensors.values().map(|(_, values)| values.len()).sum();
+        let looked_up = model.tensors["model.embed_tokens.weight"].1.len();
+        assert_eq!(number("parameters_computed"), (all - looked_up) as u64);
+        assert_eq!(
+            number("parameters_computed") - number("parameters_chosen"),
+            layers * 2 * 3 * 48 * width,
+            "{name}"
+        );
+    }
+    let bench = Bench::with_models(&["tiny/llama"]);
+    assert!(bench.run(&["convert", "llama", "--dry-run", "--json"]).json()["experts"].is_null());
+}
+
 /// A Mixtral of 80 layers, each of 16 experts.
 fn deep() -> Model {
     let (hidden, width, layers, experts) = (32, 4, 80, 16);
