@@ -1,6 +1,7 @@
 //! The binary itself: what it prints where, and how it exits.
 
 mod convert;
+mod gemma;
 mod inspect;
 mod language;
 mod run;
