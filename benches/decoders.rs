@@ -15,7 +15,7 @@ use silane::{
     checkpoint::{Checkpoint, Task},
     interp::{Machine, Precision},
     mil::DType,
-    models::{self, Chunks, Parts, Plan, calls::Attention},
+    models::{self, Chunks, Logits, Parts, Plan, calls::Attention},
     nn::cache::Update,
     ops::{Opset, Val},
     passes,
@@ -34,7 +34,8 @@ fn main() {
     let chunks = Chunks {
         contexts: vec![512],
         chunk: Some(CHUNK),
-        all_logits: false,
+        logits: Logits::Last,
+        split_head: false,
         update: Update::Slice,
         parts: Parts::Count(1),
         attention: Attention::Auto,

@@ -22,7 +22,7 @@ use silane::{
     interp::{Machine, Precision, States, compare::compare},
     mil::{DType, Op, Program},
     models::{
-        self, Chunks, Parts, Plan,
+        self, Chunks, Logits, Parts, Plan,
         calls::{Attention, SPARSE, Tiles},
     },
     nn::cache::{
@@ -66,7 +66,8 @@ fn program(checkpoint: &Checkpoint, attention: Attention, context: usize, float:
     let chunks = Chunks {
         contexts: vec![context],
         chunk: Some(CHUNK),
-        all_logits: true,
+        logits: Logits::All,
+        split_head: false,
         update: Update::Slice,
         parts: Parts::Count(1),
         attention,
@@ -102,35 +103,33 @@ impl<'a> Session<'a> {
         Session { machine, states }
     }
 
-    /// The logits of all tokens of a chunk, and how many blocks each layer's choosers chose.
+    /// The logits of all tokens of a chunk.
     fn chunk(&mut self, function: &str, ids: &[i64], position: usize) -> Vec<f32> {
-        let n = ids.len();
-        let positions = (0..n).map(|i| i64::try_from(position + i).unwrap()).collect();
-        let inputs = BTreeMap::from([
-            ("input_ids".to_string(), Val::ints(ids.to_vec(), &[1, n]).unwrap()),
-            ("position_ids".to_string(), Val::ints(positions, &[1, n]).unwrap()),
-        ]);
+        let inputs = inputs(ids, position);
         let outputs = self.machine.run(function, &inputs, &mut self.states, None).unwrap();
         outputs.into_values().next().unwrap().to_floats().unwrap()
     }
 
-    /// Which blocks each layer chose for a chunk.
-    fn chosen(&mut self, ids: &[i64], position: usize) -> Vec<Vec<f32>> {
-        let n = ids.len();
-        let positions = (0..n).map(|i| i64::try_from(position + i).unwrap()).collect();
-        let inputs = BTreeMap::from([
-            ("input_ids".to_string(), Val::ints(ids.to_vec(), &[1, n]).unwrap()),
-            ("position_ids".to_string(), Val::ints(positions, &[1, n]).unwrap()),
-        ]);
-        let mut chosen = Vec::new();
+    /// The same by block-sparse attention, and which blocks each layer chose.
+    fn blocks(&mut self, ids: &[i64], position: usize, chosen: &mut Vec<Vec<f32>>) -> Vec<f32> {
         let mut tap = |_: &Op, name: &str, value: &Val| {
             if name.ends_with("_attn_chosen") {
                 chosen.push(value.to_floats().unwrap());
             }
         };
-        self.machine.run("prefill_sparse", &inputs, &mut self.states, Some(&mut tap)).unwrap();
-        chosen
+        let inputs = inputs(ids, position);
+        let outputs = self.machine.run("prefill_sparse", &inputs, &mut self.states, Some(&mut tap)).unwrap();
+        outputs.into_values().next().unwrap().to_floats().unwrap()
     }
+}
+
+fn inputs(ids: &[i64], position: usize) -> BTreeMap<String, Val> {
+    let n = ids.len();
+    let positions = (0..n).map(|i| i64::try_from(position + i).unwrap()).collect();
+    BTreeMap::from([
+        ("input_ids".to_string(), Val::ints(ids.to_vec(), &[1, n]).unwrap()),
+        ("position_ids".to_string(), Val::ints(positions, &[1, n]).unwrap()),
+    ])
 }
 
 /// Which function takes the chunk at `position` of a prompt of `length` tokens.
@@ -243,20 +242,33 @@ fn speed(checkpoint: &Checkpoint, ids: &[i64]) {
     }
 }
 
-/// Next-token logits of all chunks that block-sparse attention takes, against exact attention.
+/// Next-token logits of the last quarter of a long text, of which the rest is in the cache exactly: blocks
+/// against tiles, by budget.
 fn sparse(checkpoint: &Checkpoint, ids: &[i64]) {
     let context = contexts(&[8192])[0].min(ids.len() / CHUNK * CHUNK);
+    let from = context / 4 * 3;
     let precision = Precision::Fp16;
-    // The exact logits take no room: the exact session goes along.
     let exact = program(checkpoint, Attention::Tiled(Tiles::default()), context, DType::F16);
+    let mut session = Session::new(&exact, precision);
+    let (mut start, mut expected) = (None, Vec::new());
+    for position in (0..context - CHUNK).step_by(CHUNK) {
+        if position == from {
+            start = session.states.get("kv_cache");
+        }
+        let logits = session.chunk("prefill", &ids[position..position + CHUNK], position);
+        if position >= from {
+            expected.push(logits);
+        }
+    }
+    let start = start.unwrap();
     println!(
-        "context {context}, chunk {CHUNK}; figures over the tokens that block-sparse prefill takes, the first {} layers exact\n",
+        "tokens {from} to {} of {context}, chunk {CHUNK}, the first {} layers exact\n",
+        context - CHUNK,
         SPARSE.dense_layers
     );
     println!(
-        "{:>6} {:>6} {:<6} {:<8} {:<7} {:>8} {:>10} {:>8} {:>11} {:>11} {:>11}",
+        "{:>6} {:<6} {:<7} {:<6} {:>8} {:>10} {:>8} {:>11} {:>11} {:>11}",
         "budget",
-        "window",
         "select",
         "gather",
         "means",
@@ -271,68 +283,49 @@ fn sparse(checkpoint: &Checkpoint, ids: &[i64]) {
         Ok(given) => given.split(',').map(|n| n.parse().unwrap()).collect(),
         Err(_) => vec![8, 12, 16, 24, 32, 48],
     };
-    for budget in budgets {
-        for select in [Select::Layer, Select::Head] {
-            let mut sets: Option<Vec<Vec<f32>>> = None;
-            for (gather, correction) in
-                [(Gather::Index, true), (Gather::OneHot, true), (Gather::Index, false)]
-            {
-                let form = Sparse { budget, gather, correction, select, ..SPARSE };
-                let blocks =
-                    program(checkpoint, Attention::Sparse(form, Tiles::default()), context, DType::F16);
-                let mut ours = Session::new(&blocks, precision);
-                let mut theirs = Session::new(&exact, precision);
-                let mut sums = Sums::default();
-                let mut equal = String::new();
-                for position in (0..context).step_by(CHUNK) {
-                    let name = function(Some(form), position, context);
-                    let tokens = &ids[position..position + CHUNK];
-                    if name == "prefill" && position < budget * form.block {
-                        // The same in both, so the cache is taken over.
-                        ours.chunk(name, tokens, position);
-                        let held = ours.states.get("kv_cache").unwrap();
-                        theirs.states.set("kv_cache", held).unwrap();
-                        continue;
-                    }
-                    if name == "prefill" {
-                        break;
-                    }
-                    if correction && position + 3 * CHUNK > context {
-                        let mut copy = Session {
-                            machine: Machine::new(&blocks, precision),
-                            states: ours.states.clone(),
-                        };
-                        let chosen = copy.chosen(tokens, position);
-                        match &sets {
-                            None => sets = Some(chosen),
-                            Some(first) => equal = if *first == chosen { "yes".into() } else { "NO".into() },
-                        }
-                    }
-                    let seen = ours.chunk(name, tokens, position);
-                    let expected = theirs.chunk("prefill", tokens, position);
-                    let next = ids.get(position + 1..=position + CHUNK).unwrap();
-                    sums.add(&seen, &expected, next);
-                    let visible = (position * CHUNK + CHUNK * (CHUNK + 1) / 2) as f64;
-                    let kept = (budget * form.block * CHUNK + CHUNK * (CHUNK + 1) / 2) as f64;
-                    sums.visible += visible;
-                    sums.kept += kept;
-                }
-                let n = sums.tokens.max(1) as f64;
-                println!(
-                    "{budget:>6} {:>6} {:<6} {:<8} {:<7} {:>7.1}% {:>10.2e} {:>7.2}% {:>11.4} {:>11.4} {:>11}",
-                    form.window + 1,
-                    format!("{select:?}"),
-                    format!("{gather:?}"),
-                    if correction { "yes" } else { "no" },
-                    100.0 * sums.kept / sums.visible,
-                    sums.kl / n,
-                    100.0 * sums.top as f64 / n,
-                    (sums.ours / n).exp(),
-                    (sums.theirs / n).exp(),
-                    equal
-                );
-                std::io::stdout().flush().unwrap();
+    for budget in budgets.into_iter().filter(|b| b * SPARSE.block <= from) {
+        let mut sets: Option<Vec<Vec<f32>>> = None;
+        for (select, gather, correction) in [
+            (Select::Layer, Gather::Index, true),
+            (Select::Layer, Gather::OneHot, true),
+            (Select::Head, Gather::Index, true),
+            (Select::Layer, Gather::Index, false),
+        ] {
+            let form = Sparse { budget, gather, correction, select, ..SPARSE };
+            let blocks = program(checkpoint, Attention::Sparse(form, Tiles::default()), context, DType::F16);
+            let mut ours = Session::new(&blocks, precision);
+            ours.states.set("kv_cache", start.clone()).unwrap();
+            ours.machine.run("repool", &BTreeMap::new(), &mut ours.states, None).unwrap();
+            let (mut sums, mut chosen) = (Sums::default(), Vec::new());
+            for (i, position) in (from..context - CHUNK).step_by(CHUNK).enumerate() {
+                let seen = ours.blocks(&ids[position..position + CHUNK], position, &mut chosen);
+                sums.add(&seen, &expected[i], &ids[position + 1..=position + CHUNK]);
+                let new = CHUNK * (CHUNK + 1) / 2;
+                sums.visible += (position * CHUNK + new) as f64;
+                sums.kept += (budget * form.block * CHUNK + new) as f64;
             }
+            let equal = match (&sets, gather) {
+                (None, _) => {
+                    sets = Some(chosen);
+                    ""
+                }
+                (Some(first), Gather::OneHot) if *first == chosen => "yes",
+                (Some(_), Gather::OneHot) => "no",
+                _ => "",
+            };
+            let n = sums.tokens.max(1) as f64;
+            println!(
+                "{budget:>6} {:<6} {:<7} {:<6} {:>7.1}% {:>10.2e} {:>7.2}% {:>11.4} {:>11.4} {equal:>11}",
+                format!("{select:?}").to_lowercase(),
+                format!("{gather:?}").to_lowercase(),
+                if correction { "yes" } else { "no" },
+                100.0 * sums.kept / sums.visible,
+                sums.kl / n,
+                100.0 * sums.top as f64 / n,
+                (sums.ours / n).exp(),
+                (sums.theirs / n).exp(),
+            );
+            std::io::stdout().flush().unwrap();
         }
     }
 }

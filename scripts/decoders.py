@@ -10,7 +10,8 @@ The packages are run by the oracle, an independent executor of ML Programs: the 
              is the cache, which Core ML has in fp16 only
     PSNR     logits of the fp16 package in fp16, in dB
     tokens   how many of the generated tokens are the same, in fp16
-    check    problems that coremltools and the oracle's checks find
+    argmax   the same of a package that gives the likeliest token instead of logits
+    check    problems that coremltools and the oracle's checks find in both
     same     whether a second conversion, with another number of threads, gives the same bytes
 
 Without an oracle the packages are only loaded.
@@ -23,7 +24,7 @@ import numpy as np
 from encoders import PASS, Refused, convert, main, same_tree
 from safetensors.numpy import load_file
 
-COLUMNS = {"fp32": 8, "PSNR": 6, "tokens": 6, "check": 5, "same": 4}
+COLUMNS = {"fp32": 8, "PSNR": 6, "tokens": 6, "argmax": 6, "check": 5, "same": 4}
 CHUNK = 4
 # The oracle rounds what is cast to the fp16 cache in fp32 too; `matrix.py`, where nothing is rounded, holds 1e-4.
 FP32_WITH_CACHE = 1e-3
@@ -34,37 +35,42 @@ def row(outside, folder, reference, work):
     tensors = load_file(reference)
     prompt, expected = tensors["greedy.prompt_ids"][0], tensors["greedy.token_ids"][0]
     context = -(-(len(prompt) + len(expected)) // 32) * 32
-    half, again, full = (work / f"{n}.mlpackage" for n in ("half", "again", "full"))
+    half, again, full, best = (work / f"{n}.mlpackage" for n in ("half", "again", "full", "best"))
     flags = ("--context-length", context, "--prefill-chunk", CHUNK)
     convert(outside, folder, half, "1", *flags)
     convert(outside, folder, again, "2", *flags)
     convert(outside, folder, full, "2", "--precision", "fp32", *flags)
+    convert(outside, folder, best, "1", "--logits", "argmax", *flags)
     same = same_tree(half, again)
-    problems = outside.problems(half)
+    problems = outside.problems(half) + outside.problems(best)
     good = same and not problems
-    cells = ["-", "-", "-", str(len(problems)), "yes" if same else "NO"]
+    cells = ["-", "-", "-", "-", str(len(problems)), "yes" if same else "NO"]
     if outside.oracle:
         logits = tensors["greedy.logits"].astype(np.float64)
         spread = np.ptp(logits)
-        exact, rounded = (generate(outside, p, prompt, expected, f) for p, f in ((full, "fp32"), (half, "fp16")))
+        runs = (full, "fp32", "logits"), (half, "fp16", "logits"), (best, "fp16", "token_ids")
+        exact, rounded, chosen = (generate(outside, p, prompt, expected, f, o) for p, f, o in runs)
         error = np.abs(exact - logits).max() / spread
         noise = np.sqrt(np.square(rounded - logits).mean())
         psnr = 20 * np.log10(spread / max(noise, 1e-30))
         tokens = int((rounded.argmax(-1) == expected).sum())
-        good = bool(good and error <= FP32_WITH_CACHE and psnr >= PASS["psnr"] and tokens == len(expected))
-        cells[:3] = [f"{error:.1e}", f"{psnr:.1f}", f"{tokens}/{len(expected)}"]
+        argmax = int((chosen[:, 0] == expected).sum())
+        good = bool(good and error <= FP32_WITH_CACHE and psnr >= PASS["psnr"]
+                    and tokens == argmax == len(expected))
+        cells[:4] = [f"{error:.1e}", f"{psnr:.1f}", f"{tokens}/{len(expected)}", f"{argmax}/{len(expected)}"]
     return good, cells
 
 
-def generate(outside, path, prompt, expected, precision):
-    """Logits of each generated token, the expected ones being fed."""
+def generate(outside, path, prompt, expected, precision, output):
+    """An output's last row at each generated token, the expected ones being fed."""
     package = executor(outside.oracle).Package(path)
     state = package.make_state("decode")
 
     def step(function, ids, position):
         feeds = {"input_ids": ids[None], "position_ids": np.arange(position, position + len(ids))[None]}
         feeds = {name: value.astype(np.int32) for name, value in feeds.items()}
-        return package.predict(feeds, state, function, precision)["logits"][0, -1].astype(np.float64)
+        value = package.predict(feeds, state, function, precision)[output]
+        return value.reshape(-1, value.shape[-1])[-1].astype(np.float64)
 
     ids = np.concatenate([prompt, expected])
     prefilled = (len(prompt) - 1) // CHUNK * CHUNK

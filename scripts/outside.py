@@ -3,7 +3,7 @@
 
     outside.py [SILANE]
 
-Checkpoints are converted and proven as `encoders.py` and `decoders.py` do. Packages of other tools are loaded by
+Checkpoints are converted and proven as `encoders.py` and `decoders.py` do, some in the forms of `prefill.py` too. Packages of other tools are loaded by
 coremltools, inspected by silane, and where weights and ops allow it run by silane and by the oracle on the same random
 inputs, each function by itself. The last line says how many passed and failed.
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import decoders
 import encoders
 import numpy as np
+import prefill
 from encoders import HALF_ULP, PASS, Outside, run, table
 from safetensors import safe_open
 
@@ -41,6 +42,12 @@ def main():
                 right, wrong = table(kind.COLUMNS, kind.row, outside, checkpoints, work)
                 passed, failed = passed + right, failed + wrong
                 print()
+        tiny = ROOT / "fixtures" / "models" / "tiny"
+        # The ways to update the cache take turns.
+        cases = prefill.cases([tiny / "gemma2"])[::3] + prefill.cases([tiny / "qwen2-window"])[1::3]
+        right, wrong = table(prefill.COLUMNS, prefill.row, outside, cases, work)
+        passed, failed = passed + right, failed + wrong
+        print()
         for package in sorted((ROOT / "fixtures" / "packages").glob("*.mlpackage")):
             try:
                 said = examine(outside, package, work)

@@ -18,7 +18,7 @@ use crate::{
     error::{Result, io},
     graph::{self, Checked},
     mil::DType,
-    models::{self, Chunks, Part, Parts, Plan},
+    models::{self, Chunks, Mixture, Part, Parts, Plan},
     nn::cache::Update,
     ops::Opset,
     package::{self, Interface, Save},
@@ -29,7 +29,12 @@ const EXAMPLES: &str = "\
 Examples:
   silane convert bert/ -o bert.mlpackage --validate
   silane convert org/sentences -o sentences.mlpackage --sequence-length 256 --batch 8
+  silane convert llama/ -o llama.mlpackage --context-length 1024 --prefill-chunk 128 --validate
+  silane convert large/ -o large --max-part-size 500MB
   silane convert bert/ --dry-run --json";
+
+const ENCODERS: &str = "Encoders";
+const DECODERS: &str = "Language models";
 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -37,52 +42,57 @@ pub(super) struct Args {
     /// A checkpoint's folder, or the id of one in the Hugging Face cache
     #[arg(required_unless_present = "list")]
     checkpoint: Option<String>,
-    /// The package to write, `NAME.mlpackage`; tokenizer and config go beside it, into `NAME/`
+    /// The package to write, `NAME.mlpackage`; tokenizer and config go beside it, into `NAME/`. A language
+    /// model in several parts goes into the folder `NAME`
     #[arg(short, long, value_name = "OUT", required_unless_present_any = ["list", "dry_run"])]
     output: Option<PathBuf>,
-    /// What the package computes; the checkpoint's own task when left out
+    /// What the package computes, such as `embedding` or `causal-lm`; the checkpoint's own task when left out
     #[arg(long)]
     task: Option<Task>,
     /// Tokens per row; as many as the checkpoint has positions for, at most 128, when left out
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = ENCODERS)]
     sequence_length: Option<usize>,
     /// Rows per prediction
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = ENCODERS)]
     batch: usize,
     /// Take the segment of each token as an input; without it all are of segment 0
-    #[arg(long)]
+    #[arg(long, help_heading = ENCODERS)]
     token_type_ids: bool,
-    /// Tokens that a language model's cache holds; several make functions for each
-    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "2048")]
+    /// Tokens that the cache holds; as many as the checkpoint was made for, at most 2048, when left out.
+    /// Several, `512,2048`, make functions for each
+    #[arg(long, value_name = "N", value_delimiter = ',', help_heading = DECODERS)]
     context_length: Vec<usize>,
-    /// Tokens of a prefill call; `off` leaves only `decode`
-    #[arg(long, value_name = "N|off", default_value = "256", value_parser = chunk)]
+    /// Tokens of a prefill call, no more than the context; `off` leaves only `decode`
+    #[arg(long, value_name = "N|off", default_value = "256", value_parser = chunk, help_heading = DECODERS)]
     prefill_chunk: Chunk,
     /// How prefill attends to the cache: `auto`, `dense`, `tiled[:tile=512,group=2,filled=yes]` or
     /// `block-sparse[:budget=16,block=128,sinks=2,window=4,alpha=0,dense-layers=4,…]`; `auto` is `tiled`
     /// for chunks over 64 tokens
-    #[arg(long, value_name = "FORM", default_value = "auto")]
+    #[arg(long, value_name = "FORM", default_value = "auto", help_heading = DECODERS)]
     attention: Asked,
     /// Make a prefill function for each of so many tokens of context, over the same weights and cache
-    #[arg(long, value_name = "N", value_delimiter = ',')]
+    #[arg(long, value_name = "N", value_delimiter = ',', help_heading = DECODERS)]
     buckets: Vec<usize>,
     /// Ops that a function may have: its tiles take more heads at once until it has no more
-    #[arg(long, value_name = "N", default_value_t = 8000)]
+    #[arg(long, value_name = "N", default_value_t = 8000, help_heading = DECODERS)]
     max_ops: usize,
     /// What will run the package: decides what is chosen where there is a choice
     #[arg(long, value_enum, default_value_t = Target::Ane)]
     target: Target,
-    /// Which tokens a language model gives logits for
-    #[arg(long, value_enum, default_value_t = Logits::Last)]
+    /// What comes out
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Logits::Last, help_heading = DECODERS)]
     logits: Logits,
+    /// Whether logits of a vocabulary above 16384 tokens, computed in pieces, are joined in the package
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = HeadOutputs::Joined, help_heading = DECODERS)]
+    head_outputs: HeadOutputs,
     /// How the cache takes new keys and values
-    #[arg(long, value_enum, default_value_t = CacheUpdate::Slice)]
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = CacheUpdate::Slice, help_heading = DECODERS)]
     cache_update: CacheUpdate,
-    /// Cut a language model into so many packages
-    #[arg(long, value_name = "N", conflicts_with = "max_part_size")]
+    /// Cut the model into so many packages
+    #[arg(long, value_name = "N", conflicts_with = "max_part_size", help_heading = DECODERS)]
     parts: Option<usize>,
-    /// Cut a language model so that no package's weights are larger
-    #[arg(long, value_name = "SIZE", default_value = "950MB", value_parser = byte_size)]
+    /// Cut the model so that no package's weights are larger
+    #[arg(long, value_name = "SIZE", default_value = "950MB", value_parser = byte_size, help_heading = DECODERS)]
     max_part_size: u64,
     /// Element type of weights and activations
     #[arg(long, value_enum, default_value_t = Float::Fp16)]
@@ -133,10 +143,20 @@ enum MinimumOs {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Logits {
-    /// The last token
+    /// Logits of a call's last token
     Last,
-    /// Every token
+    /// Logits of each of a call's tokens
     All,
+    /// The likeliest next token and its logit, `token_ids` and `token_scores`
+    Argmax,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum HeadOutputs {
+    /// One output, `logits`
+    Joined,
+    /// An output a piece, `logits_1of3` and so on, which the host joins
+    Split,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -213,6 +233,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             bail!("{}: exists already and holds no packages, so it is not replaced", output.display(); hint: "choose another name, or remove it yourself");
         }
     }
+    let mixture = Mixture::of(&checkpoint, model_type)?;
     let mut ready = Vec::new();
     let mut summary = json!(null);
     for mut part in parts {
@@ -224,6 +245,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         let interface = interface(&checked, docs, &contract, &checkpoint)?;
         if summary.is_null() {
             summary = start_summary(&plan, model_type, &contract);
+            summary["experts"] = json!(mixture.map(|m| m.json()));
         }
         count_ops(&mut summary, &checked, &stem, several);
         ready.push((stem, checked, interface));
@@ -285,8 +307,13 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
             chunk: args
                 .prefill_chunk
                 .0
-                .map(|c| c.min(args.context_length.iter().copied().min().unwrap_or(c))),
-            all_logits: matches!(args.logits, Logits::All),
+                .map(|c| args.context_length.iter().copied().min().map_or(c, |shortest| c.min(shortest))),
+            logits: match args.logits {
+                Logits::Last => models::Logits::Last,
+                Logits::All => models::Logits::All,
+                Logits::Argmax => models::Logits::Argmax,
+            },
+            split_head: matches!(args.head_outputs, HeadOutputs::Split),
             update: match args.cache_update {
                 CacheUpdate::Slice => Update::Slice,
                 CacheUpdate::Mask => Update::Blend,
@@ -516,6 +543,7 @@ fn tell(s: &serde_json::Value) -> String {
         let each: Vec<String> = functions.iter().map(|(k, n)| format!("{k} {n}")).collect();
         lines.push(format!("  ops by function: {}", each.join(", ")));
     }
+    lines.extend(experts(&s["experts"]));
     let seconds = s["seconds"].as_f64().unwrap_or_default();
     lines.push(match s["output"].as_str() {
         Some(output) => format!(
@@ -529,4 +557,21 @@ fn tell(s: &serde_json::Value) -> String {
         lines.push(format!("  tokenizer and config are in {folder}"));
     }
     lines.join("\n")
+}
+
+/// What a mixture of experts costs beyond its router's choice.
+fn experts(e: &serde_json::Value) -> Option<String> {
+    let number = |key: &str| e[key].as_u64();
+    let factor = |key: &str| e[key].as_f64();
+    Some(format!(
+        "  experts: all {} are computed for each token in {}, where the router picks {}: {:.1} × their weight bytes \
+         and FLOPs;\n    with all else {} parameters a token instead of {}, {:.2} ×",
+        number("computed")?,
+        ui::counted(number("layers")?, "layer"),
+        number("chosen")?,
+        factor("factor")?,
+        ui::count(number("parameters_computed")?),
+        ui::count(number("parameters_chosen")?),
+        factor("factor_of_all")?
+    ))
 }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::{
     Answer,
-    session::{Model, best},
+    session::{Model, Scores},
 };
 use crate::{
     bail,
@@ -26,16 +26,16 @@ pub(super) struct Sampling {
     /// The most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(super) max_tokens: usize,
-    /// 0 always takes the likeliest token
+    /// How freely tokens are chosen, 1 as the model says; 0 always takes the likeliest one
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     pub(super) temperature: f32,
-    /// Choose among the N likeliest tokens only
+    /// With a temperature: choose among the N likeliest tokens only
     #[arg(long, value_name = "N")]
     pub(super) top_k: Option<usize>,
-    /// Choose among the likeliest tokens that make up this share only
+    /// With a temperature: choose among the likeliest tokens that make up this share only
     #[arg(long, value_name = "P")]
     pub(super) top_p: Option<f32>,
-    /// The same seed gives the same text
+    /// With a temperature: the same seed gives the same text
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) seed: u64,
 }
@@ -47,6 +47,12 @@ pub(super) fn run(
     precision: Precision,
     sampling: &Sampling,
 ) -> Result<Answer> {
+    if model.is_argmax() && sampling.draws() {
+        bail!(
+            "the package gives the likeliest token only, so there is nothing to choose from";
+            hint: "leave `--temperature`, `--top-k` and `--top-p` out, or convert with `--logits last`"
+        );
+    }
     let tokenizer =
         Tokenizer::open(folder).hint(|| "say where the tokenizer is with `--tokenizer DIR`".into())?;
     let template = sampling.chat.then(|| ChatTemplate::open(folder)).transpose()?;
@@ -74,12 +80,12 @@ fn generate(
     let ends = model.ends();
     let mut draw = Draw(sampling.seed ^ 0x9e37_79b9_7f4a_7c15);
     let start = Instant::now();
-    let mut logits = session.prompt(&ids)?;
+    let mut scores = session.prompt(&ids)?;
     let prefill = start.elapsed().as_secs_f64();
     let (first, start) = (ids.len(), Instant::now());
     let mut shown = tokenizer.decode(&ids, true)?.len();
     loop {
-        let next = sampling.choose(&logits, &mut draw);
+        let next = sampling.choose(&scores, &mut draw)?;
         if ends.contains(&next) || ids.len() - first == sampling.max_tokens {
             break;
         }
@@ -95,7 +101,7 @@ fn generate(
             ui::note(format!("the context of {} tokens is full", session.context));
             break;
         }
-        logits = session.decode(next)?;
+        scores = session.decode(next)?;
     }
     ui::stream("\n");
     let (new, decode) = (ids.len() - first, start.elapsed().as_secs_f64());
@@ -115,10 +121,16 @@ impl Sampling {
         system.into_iter().chain([("user", prompt)]).collect()
     }
 
-    fn choose(&self, logits: &[f32], draw: &mut Draw) -> u32 {
+    /// Whether anything but the likeliest token may be asked for.
+    fn draws(&self) -> bool {
+        self.temperature > 0.0 || self.top_k.is_some() || self.top_p.is_some()
+    }
+
+    fn choose(&self, scores: &Scores, draw: &mut Draw) -> Result<u32> {
         if self.temperature <= 0.0 {
-            return best(logits);
+            return Ok(scores.best());
         }
+        let logits = scores.logits()?;
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |l: f32| f64::from((l - largest) / self.temperature).exp();
         let mut order: Vec<(usize, f64)> = logits.iter().map(|l| weight(*l)).enumerate().collect();
@@ -140,10 +152,10 @@ impl Sampling {
         for (i, w) in &order {
             at -= w;
             if at <= 0.0 {
-                return u32::try_from(*i).unwrap_or(0);
+                return Ok(u32::try_from(*i).unwrap_or(0));
             }
         }
-        order.last().map_or(0, |(i, _)| u32::try_from(*i).unwrap_or(0))
+        Ok(order.last().map_or(0, |(i, _)| u32::try_from(*i).unwrap_or(0)))
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::{Value as Json, json};
 
-use super::{Answer, print_json, weights};
+use super::{Answer, print_json, sweep, validate, weights};
 use crate::{
     bail,
     error::Result,
@@ -22,12 +22,13 @@ const EXAMPLES: &str = "\
 Examples:
   silane inspect bert.mlpackage
   silane inspect bert.mlpackage --text | less
+  silane inspect smollm2/ --sweep --context-length 8192
   silane inspect bert.mlpackage --dump encoder_layer_0_output_dense_weight dense.npy";
 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Args {
-    /// A package, a bare `.mlmodel`, or a compiled bundle
+    /// A package, a bare `.mlmodel`, or a compiled bundle; with `--sweep` a checkpoint's folder
     package: PathBuf,
     /// Print the program as MIL text
     #[arg(long, conflicts_with_all = ["json", "weights", "dump"])]
@@ -38,6 +39,12 @@ pub(super) struct Args {
     /// List every weight: name, type, bits, bytes
     #[arg(long, conflicts_with = "dump")]
     weights: bool,
+    /// Of a language model's checkpoint: what prefill takes by chunk and tile
+    #[arg(long, conflicts_with_all = ["text", "weights", "lint", "dump"])]
+    sweep: bool,
+    /// For `--sweep`: tokens that the cache holds
+    #[arg(long, value_name = "N", default_value_t = 4096, requires = "sweep")]
+    context_length: usize,
     /// Check the rules that Core ML's own tools do not; exits with 1 where one is broken
     #[arg(long, conflicts_with_all = ["text", "weights", "dump"])]
     lint: bool,
@@ -47,6 +54,12 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> Result<Answer> {
+    if !args.package.join("Manifest.json").exists() && validate::holds_parts(&args.package) {
+        bail!("{}: this is a folder of packages", args.package.display(); hint: "give one of them: {}", packages(&args.package));
+    }
+    if args.sweep {
+        return sweep::run(&args.package, args.context_length, args.json);
+    }
     if args.package.join("config.json").is_file() {
         bail!("{}: this is a checkpoint, not a package", args.package.display(); hint: "`silane convert` makes a package of it");
     }
@@ -85,6 +98,17 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         ui::data(view.text(&args.package, &package, args.lint));
     }
     Ok(if args.lint && view.broken() { Answer::No } else { Answer::Yes })
+}
+
+/// The packages of a folder, by name.
+fn packages(folder: &Path) -> String {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    let mut names: Vec<String> = entries
+        .filter(|p| p.extension().is_some_and(|e| e == "mlpackage"))
+        .map(|p| format!("`{}`", p.display()))
+        .collect();
+    names.sort();
+    names.join(", ")
 }
 
 /// Why weight files cannot be read; the graph is shown all the same.
@@ -316,9 +340,29 @@ fn metadata_text(interface: &Interface) -> Vec<String> {
 
 /// The contract in words; it is JSON in full with `--json`.
 fn readable(key: &str, value: &str) -> String {
-    let contract = |json: Json| Some(format!("{} for {}", json["family"].as_str()?, json["task"].as_str()?));
+    let contract = |json: Json| {
+        let what = format!("{} for {}", json["family"].as_str()?, json["task"].as_str()?);
+        Some([Some(what), language(&json)].into_iter().flatten().collect::<Vec<_>>().join(", "))
+    };
     let known = (key == "silane.contract").then(|| serde_json::from_str(value).ok()).flatten();
     known.and_then(contract).unwrap_or_else(|| value.into())
+}
+
+/// Context, chunk, outputs and part of a language model.
+fn language(contract: &Json) -> Option<String> {
+    let contexts: Vec<String> =
+        contract["context_length"].as_array()?.iter().map(ToString::to_string).collect();
+    let mut words = vec![format!("context {}", contexts.join(" or "))];
+    words.push(match contract["prefill_chunk"].as_u64() {
+        Some(chunk) => format!("prefill {chunk}"),
+        None => "no prefill".into(),
+    });
+    words.push(format!("logits {}", contract["logits"].as_str()?));
+    let (parts, part) = (contract["parts"].as_array()?.len(), contract["part"].as_u64()?);
+    if parts > 1 {
+        words.push(format!("part {} of {parts}", part + 1));
+    }
+    Some(words.join(", "))
 }
 
 fn short(text: &str) -> String {

@@ -75,19 +75,27 @@ fn cosine(seen: &[f32], expected: &[f32]) -> Result<f64> {
 }
 
 /// The last value of each layer, as an interpreter's tap sees them.
-#[derive(Default)]
-pub(super) struct Seen(BTreeMap<usize, Val>);
+pub(super) struct Seen {
+    tokens: usize,
+    values: BTreeMap<usize, Val>,
+}
 
 impl Seen {
+    /// For a call of so many tokens.
+    pub(super) fn of(tokens: usize) -> Seen {
+        Seen { tokens, values: BTreeMap::new() }
+    }
+
     pub(super) fn see(&mut self, name: &str, value: &Val) {
         // An update of the cache is no hidden state.
-        let hidden = |v: &Val| v.tensor().is_ok_and(|t| matches!(t.dims(), [1, _, 1, 1]));
+        let hidden =
+            |v: &Val| v.tensor().is_ok_and(|t| matches!(t.dims(), [1, _, 1, n] if *n == self.tokens));
         if let Some(layer) = layer_of(name).filter(|_| hidden(value)) {
-            self.0.insert(layer, value.clone());
+            self.values.insert(layer, value.clone());
         }
     }
 
     pub(super) fn floats(self) -> Result<BTreeMap<usize, Vec<f32>>> {
-        self.0.into_iter().map(|(layer, value)| Ok((layer, value.to_floats()?))).collect()
+        self.values.into_iter().map(|(layer, value)| Ok((layer, value.to_floats()?))).collect()
     }
 }

@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 the answer is no, 2 error.
 
 mod attention;
+mod choices;
 mod convert;
 mod generate;
 mod inspect;
@@ -10,6 +11,8 @@ mod layers;
 mod run;
 mod sample;
 mod session;
+mod sparsity;
+mod sweep;
 mod teacher;
 mod validate;
 mod weights;

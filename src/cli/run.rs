@@ -27,9 +27,9 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Args {
-    /// The package to run
+    /// The package to run, or a folder that holds the parts of a language model
     package: PathBuf,
-    /// A text to run on; given several times, embeddings are compared
+    /// A text to run on, or for a language model to continue; embeddings of several are compared
     #[arg(long = "prompt", visible_alias = "text", value_name = "TEXT", conflicts_with = "inputs")]
     prompts: Vec<String>,
     /// A second text for the pair, such as the passage that answers the question in `--prompt`

@@ -38,9 +38,55 @@ pub(super) struct Session<'a> {
     stale: bool,
     pub(super) context: usize,
     pub(super) position: usize,
-    vocabulary: usize,
-    /// Whether logits of all tokens of a call come out.
-    all: bool,
+    /// The outputs that hold logits, in the order of the vocabulary.
+    head: Vec<String>,
+}
+
+/// What a package says of the token after the last one.
+pub(super) enum Scores {
+    Logits(Vec<f32>),
+    /// The likeliest token and its logit.
+    Best {
+        token: u32,
+        score: f32,
+    },
+}
+
+impl Scores {
+    pub(super) fn best(&self) -> u32 {
+        match self {
+            Scores::Logits(logits) => best(logits),
+            Scores::Best { token, .. } => *token,
+        }
+    }
+
+    pub(super) fn logits(&self) -> Result<&[f32]> {
+        match self {
+            Scores::Logits(logits) => Ok(logits),
+            Scores::Best { .. } => {
+                bail!("the package gives the likeliest token only"; hint: "convert with `--logits last`")
+            }
+        }
+    }
+
+    /// Of the call's last token; the pieces of a head that was left in pieces are joined.
+    fn of(mut outputs: BTreeMap<String, Val>, head: &[String]) -> Result<Scores> {
+        if let (Some(token), Some(score)) = (outputs.remove("token_ids"), outputs.remove("token_scores")) {
+            let token = token.to_ints()?.first().and_then(|i| u32::try_from(*i).ok());
+            return match (token, score.to_floats()?.first()) {
+                (Some(token), Some(score)) => Ok(Scores::Best { token, score: *score }),
+                _ => bail!("`token_ids` holds no token id"),
+            };
+        }
+        let mut logits = Vec::new();
+        for name in head {
+            let Some(piece) = outputs.remove(name) else { bail!("there is no output `{name}`") };
+            let rows = piece.tensor()?.dims().last().copied().unwrap_or(0);
+            let all = piece.to_floats()?;
+            logits.extend_from_slice(&all[all.len().saturating_sub(rows)..]);
+        }
+        Ok(Scores::Logits(logits))
+    }
 }
 
 /// A function that takes a chunk of tokens.
@@ -53,6 +99,28 @@ struct Prefill {
     align: usize,
     /// It leaves some of the cache to means, and is not for the last tokens of a prompt.
     sparse: bool,
+    /// How many past keys it attends to exactly, if it is sparse.
+    keys: usize,
+}
+
+/// What a call gave.
+pub(super) struct Fed {
+    pub(super) scores: Scores,
+    /// Hidden states after each layer.
+    pub(super) layers: BTreeMap<usize, Vec<f32>>,
+}
+
+/// A chunk of a text on its way.
+pub(super) enum Step {
+    Exact,
+    /// Fed both ways; the text goes on from the block-sparse one. Keys that are attended to exactly, and
+    /// all that are visible, summed over the chunk's tokens.
+    Both {
+        exact: Fed,
+        sparse: Fed,
+        kept: f64,
+        visible: f64,
+    },
 }
 
 impl Prefill {
@@ -75,6 +143,8 @@ impl Prefill {
                     ),
                     align: number(&f["position_multiple_of"]).unwrap_or(1).max(1),
                     sparse: f["attention"]["form"] == "block-sparse",
+                    keys: number(&f["attention"]["budget"]).unwrap_or(0)
+                        * number(&f["attention"]["block"]).unwrap_or(0),
                 })
             })
             .collect();
@@ -121,8 +191,20 @@ impl Model {
         let Some(last) = packages.last() else {
             bail!("{}: the parts are not named in `{}`", folder.display(), any.display());
         };
-        let contract = contract(last)?;
-        Ok(Model { packages, contract, folder: folder.to_path_buf() })
+        let whole = contract(last)?;
+        for package in &packages {
+            let part = contract(package)?;
+            for key in ["family", "context_length", "prefill_chunk", "logits", "vocabulary", "parts"] {
+                if part[key] != whole[key] {
+                    let (seen, expected) = (&part[key], &whole[key]);
+                    bail!(
+                        "{}: `{key}` is {seen}, the last part has {expected}", package.path.display();
+                        hint: "these parts are of several conversions: convert all of them in one"
+                    );
+                }
+            }
+        }
+        Ok(Model { packages, contract: whole, folder: folder.to_path_buf() })
     }
 
     /// Opens what is a language model by its contract; `None` for anything else.
@@ -161,9 +243,21 @@ impl Model {
             stale: false,
             context,
             position: 0,
-            vocabulary: number(&self.contract["vocabulary"]).unwrap_or(0),
-            all: self.contract["logits"] == "all",
+            head: self.head(),
         })
+    }
+
+    /// Whether the package gives the likeliest token, and no logits.
+    pub(super) fn is_argmax(&self) -> bool {
+        self.contract["logits"] == "argmax"
+    }
+
+    fn head(&self) -> Vec<String> {
+        let outputs = self.contract["head_outputs"].as_array();
+        match outputs.map(|all| all.iter().filter_map(|o| Some(o["name"].as_str()?.to_string())).collect()) {
+            Some(names) => names,
+            None => vec!["logits".into()],
+        }
     }
 
     /// Tokens that end a text.
@@ -194,26 +288,26 @@ impl Session<'_> {
         sparse.or_else(|| fits(false)).cloned()
     }
 
-    /// Feeds one token and gives the logits of what comes next.
-    pub(super) fn decode(&mut self, id: u32) -> Result<Vec<f32>> {
+    /// Feeds one token and gives the scores of what comes next.
+    pub(super) fn decode(&mut self, id: u32) -> Result<Scores> {
         let function = self.decode.clone();
-        let logits = self.call(&function, &[id], self.position, None)?;
+        let scores = self.call(&function, &[id], self.position, None)?;
         self.position += 1;
-        Ok(logits)
+        Ok(scores)
     }
 
     /// Feeds one token and gives the hidden states after each layer.
     pub(super) fn decode_layers(&mut self, id: u32) -> Result<BTreeMap<usize, Vec<f32>>> {
         let function = self.decode.clone();
-        let mut seen = Seen::default();
+        let mut seen = Seen::of(1);
         self.call(&function, &[id], self.position, Some(&mut seen))?;
         self.position += 1;
         seen.floats()
     }
 
-    /// Feeds a whole prompt from where the session is, and gives the logits of what comes next. `all` are
+    /// Feeds a whole prompt from where the session is, and gives the scores of what comes next. `all` are
     /// the tokens of the session from its start, of which the last chunk may be fed again.
-    pub(super) fn prompt(&mut self, all: &[u32]) -> Result<Vec<f32>> {
+    pub(super) fn prompt(&mut self, all: &[u32]) -> Result<Scores> {
         let Some(last) = all.last().copied().filter(|_| self.position < all.len()) else {
             bail!("there is no new token to feed");
         };
@@ -225,18 +319,18 @@ impl Session<'_> {
                 let rest = all.len() - self.position - chunk;
                 let Some(function) = self.prefill(self.position, rest < chunk) else { break };
                 let ids = &all[self.position..self.position + chunk];
-                let logits = self.call(&function.name, ids, self.position, None)?;
+                let scores = self.call(&function.name, ids, self.position, None)?;
                 self.position += chunk;
                 if self.position == all.len() {
-                    return Ok(self.last(logits));
+                    return Ok(scores);
                 }
             }
             let again = all.len().checked_sub(chunk).filter(|start| *start <= self.position);
             if let Some((start, function)) = again.and_then(|start| Some((start, self.prefill(start, true)?)))
             {
-                let logits = self.call(&function.name, &all[start..], start, None)?;
+                let scores = self.call(&function.name, &all[start..], start, None)?;
                 self.position = all.len();
-                return Ok(self.last(logits));
+                return Ok(scores);
             }
             if all.len() - self.position > 1
                 && let Some(function) = self.prefill(self.position, true)
@@ -248,18 +342,47 @@ impl Session<'_> {
                 self.position = all.len() - 1;
             }
         }
-        let mut logits = Vec::new();
-        while self.position < all.len() {
-            logits = self.decode(all[self.position])?;
+        while self.position + 1 < all.len() {
+            self.decode(all[self.position])?;
         }
-        Ok(logits)
+        self.decode(last)
     }
 
-    fn last(&self, logits: Vec<f32>) -> Vec<f32> {
-        if !self.all || self.vocabulary == 0 {
-            return logits;
+    /// Whether some chunks may be prefilled block-sparse.
+    pub(super) fn is_sparse(&self) -> bool {
+        self.prefills.iter().any(|p| p.sparse)
+    }
+
+    /// Feeds the next full chunk of a text, block-sparse where that is possible, and exactly beside it.
+    /// `None` where only a last chunk is left.
+    pub(super) fn step(&mut self, all: &[u32]) -> Result<Option<Step>> {
+        let (Some(chunk), position) = (self.chunk(), self.position) else { return Ok(None) };
+        if all.len() < position + 2 * chunk {
+            return Ok(None);
         }
-        logits[logits.len().saturating_sub(self.vocabulary)..].to_vec()
+        let ids = &all[position..position + chunk];
+        let (Some(function), Some(exact)) = (self.prefill(position, false), self.prefill(position, true))
+        else {
+            return Ok(None);
+        };
+        self.position += chunk;
+        if !function.sparse {
+            self.call(&function.name, ids, position, None)?;
+            return Ok(Some(Step::Exact));
+        }
+        let states: Vec<States> = self.machines.iter().map(|m| m.1.clone()).collect();
+        let exact = self.fed(&exact.name, ids, position)?;
+        self.machines.iter_mut().zip(states).for_each(|(m, states)| m.1 = states);
+        let sparse = self.fed(&function.name, ids, position)?;
+        #[expect(clippy::cast_precision_loss, reason = "a context is far below 2⁵³")]
+        let of = |past: usize| (past * chunk + chunk * (chunk + 1) / 2) as f64;
+        Ok(Some(Step::Both { exact, sparse, kept: of(function.keys), visible: of(position) }))
+    }
+
+    fn fed(&mut self, function: &str, ids: &[u32], position: usize) -> Result<Fed> {
+        let mut seen = Seen::of(ids.len());
+        let scores = self.call(function, ids, position, Some(&mut seen))?;
+        Ok(Fed { scores, layers: seen.floats()? })
     }
 
     /// Makes the means of blocks anew from the cache.
@@ -279,7 +402,7 @@ impl Session<'_> {
         ids: &[u32],
         position: usize,
         mut seen: Option<&mut Seen>,
-    ) -> Result<Vec<f32>> {
+    ) -> Result<Scores> {
         let n = ids.len();
         let called = self.prefills.iter().find(|p| p.name == function);
         if called.is_some_and(|p| p.sparse) && std::mem::take(&mut self.stale) {
@@ -297,7 +420,7 @@ impl Session<'_> {
         let ids = Val::ints(ids.iter().map(|i| i64::from(*i)).collect(), &[1, n])?;
         let first = i64::try_from(position).unwrap_or(i64::MAX);
         let positions = Val::ints((0..n).map(|i| first + i64::try_from(i).unwrap_or(0)).collect(), &[1, n])?;
-        let mut carried: Option<Val> = None;
+        let (mut carried, mut scores): (Option<Val>, _) = (None, BTreeMap::new());
         for (machine, states) in &mut self.machines {
             let mut inputs = BTreeMap::new();
             for name in machine.inputs(function)? {
@@ -318,12 +441,10 @@ impl Session<'_> {
                 }
                 None => machine.run(function, &inputs, states, None)?,
             };
-            carried = outputs.into_values().next();
+            carried = outputs.get("output_hidden_states").cloned();
+            scores = outputs;
         }
-        match carried {
-            Some(logits) => logits.to_floats(),
-            None => bail!("function `{function}` gave nothing"),
-        }
+        Scores::of(scores, &self.head).at(format!("function `{function}`"))
     }
 }
 

@@ -1,12 +1,13 @@
 //! Validating a language model: teacher-forced logits at every position, prompts of lengths around the
-//! prefill chunk, and greedy text.
+//! prefill chunk, and greedy text. Packages that give no logits are judged by their tokens and scores.
 
 use std::{collections::BTreeMap, path::Path};
 
 use serde_json::json;
 
 use super::{
-    session::{Model, best},
+    choices::Choices,
+    session::{Model, Scores, best},
     validate::{Pairs, Precise},
 };
 use crate::{
@@ -31,35 +32,11 @@ pub(super) struct Greedy {
     pub(super) logits: Vec<Vec<f32>>,
 }
 
-/// How greedy text went.
-pub(super) struct Outcome {
-    pub(super) tokens: usize,
-    pub(super) equal: usize,
-    pub(super) first: Option<Divergence>,
-}
-
-pub(super) struct Divergence {
-    step: usize,
-    seen: u32,
-    expected: u32,
-    /// How far the expected token was ahead of the next best.
-    margin: f32,
-    /// The largest difference of this step's logits.
-    error: f32,
-}
-
 /// How well a text is foreseen, token by token.
 pub(super) struct Perplexity {
     tokens: usize,
     package: f64,
     reference: f64,
-}
-
-impl Divergence {
-    /// Two tokens that are closer than the logits' error may rightly change places.
-    pub(super) fn excused(&self) -> bool {
-        self.margin <= 2.0 * self.error
-    }
 }
 
 impl Lesson {
@@ -127,30 +104,50 @@ fn tokens(v: &Val) -> Result<Vec<u32>> {
         .collect()
 }
 
-/// Runs the lesson; logits are collected in `pairs`.
-pub(super) fn examine(
-    model: &Model,
-    lesson: &Lesson,
-    precision: Precise,
-    pairs: &mut Pairs,
-) -> Result<Option<Outcome>> {
+/// What was seen of a lesson: logits, or the tokens and scores of a package that gives no logits.
+#[derive(Default)]
+pub(super) struct Findings {
+    pub(super) pairs: Pairs,
+    pub(super) choices: BTreeMap<String, Choices>,
+    pub(super) greedy: Option<Choices>,
+}
+
+impl Findings {
+    fn add(&mut self, call: &str, seen: &Scores, expected: &[f32], share: f64) {
+        match seen {
+            Scores::Logits(logits) => self.pairs.push(&format!("logits {call}"), logits, expected),
+            Scores::Best { token, score } => {
+                self.pairs.push_best(&format!("token_scores {call}"), *score, expected);
+                let choices = self.choices.entry(format!("token_ids {call}")).or_default();
+                choices.add_best(*token, expected, share);
+            }
+        }
+    }
+}
+
+/// Runs the lesson; `share` is what a logit may be off by, of their spread.
+pub(super) fn examine(model: &Model, lesson: &Lesson, precision: Precise, share: f64) -> Result<Findings> {
+    let mut seen = Findings::default();
     for (ids, expected) in &lesson.rows {
         let mut session = model.session(precision.into())?;
         let ids = &ids[..ids.len().min(session.context)];
         for (id, expected) in ids.iter().zip(expected) {
-            pairs.push("logits of decode", &session.decode(*id)?, expected);
+            seen.add("of decode", &session.decode(*id)?, expected, share);
         }
         for length in lengths(session.chunk(), ids.len()) {
             let mut session = model.session(precision.into())?;
-            let logits = session.prompt(&ids[..length])?;
-            pairs.push("logits of prefill", &logits, &expected[length - 1]);
+            let scores = session.prompt(&ids[..length])?;
+            seen.add("of prefill", &scores, &expected[length - 1], share);
             // One more token shows whether the cache is right.
             if let (Some(next), Some(expected)) = (ids.get(length), expected.get(length)) {
-                pairs.push("logits after prefill", &session.decode(*next)?, expected);
+                seen.add("after prefill", &session.decode(*next)?, expected, share);
             }
         }
     }
-    lesson.greedy.as_ref().map(|greedy| continue_greedily(model, greedy, precision)).transpose()
+    if let Some(greedy) = &lesson.greedy {
+        seen.greedy = Some(continue_greedily(model, greedy, precision, share)?);
+    }
+    Ok(seen)
 }
 
 /// Prompt lengths on both sides of the first two chunks, and the whole.
@@ -163,70 +160,19 @@ fn lengths(chunk: Option<usize>, all: usize) -> Vec<usize> {
     lengths
 }
 
-fn continue_greedily(model: &Model, greedy: &Greedy, precision: Precise) -> Result<Outcome> {
+fn continue_greedily(model: &Model, greedy: &Greedy, precision: Precise, share: f64) -> Result<Choices> {
     let mut session = model.session(precision.into())?;
-    let mut all = greedy.prompt.clone();
-    let mut outcome = Outcome { tokens: greedy.tokens.len(), equal: 0, first: None };
-    let mut logits = session.prompt(&all)?;
-    for (step, (expected, want)) in greedy.tokens.iter().zip(&greedy.logits).enumerate() {
-        let seen = best(&logits);
-        if seen == *expected {
-            outcome.equal += 1;
-        } else if outcome.first.is_none() {
-            let error = logits.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            outcome.first = Some(Divergence { step, seen, expected: *expected, margin: margin(want), error });
-        }
-        // The expected token goes on, so that later steps can be compared too.
-        all.push(*expected);
+    let mut choices = Choices::default();
+    let mut scores = session.prompt(&greedy.prompt)?;
+    for (expected, want) in greedy.tokens.iter().zip(&greedy.logits) {
+        choices.add(scores.best(), *expected, want, share);
         if session.position == session.context {
-            outcome.tokens = step + 1;
             break;
         }
-        logits = session.decode(*expected)?;
+        // The expected token goes on, so that later steps can be compared too.
+        scores = session.decode(*expected)?;
     }
-    Ok(outcome)
-}
-
-fn margin(logits: &[f32]) -> f32 {
-    let top = best(logits) as usize;
-    let second = logits
-        .iter()
-        .enumerate()
-        .filter(|(i, _)| *i != top)
-        .map(|(_, v)| *v)
-        .fold(f32::NEG_INFINITY, f32::max);
-    logits.get(top).copied().unwrap_or(0.0) - second
-}
-
-impl Outcome {
-    pub(super) fn passes(&self) -> bool {
-        self.first.as_ref().is_none_or(Divergence::excused)
-    }
-
-    pub(super) fn text(&self) -> String {
-        let verdict = if self.passes() { "PASS" } else { "FAIL" };
-        let mut text = format!("{verdict} greedy text: {} of {} tokens equal", self.equal, self.tokens);
-        if let Some(d) = &self.first {
-            let why = if d.excused() { "which the error excuses" } else { "more than the error excuses" };
-            text.push_str(&format!(
-                "\n     first other token at step {}: {} for {}; {} was ahead by {:.2e}, the logits are off by {:.2e}, {why}",
-                d.step, d.seen, d.expected, d.expected, d.margin, d.error
-            ));
-        }
-        text
-    }
-
-    pub(super) fn json(&self) -> serde_json::Value {
-        json!({
-            "tokens": self.tokens,
-            "equal": self.equal,
-            "pass": self.passes(),
-            "first": self.first.as_ref().map(|d| json!({
-                "step": d.step, "seen": d.seen, "expected": d.expected, "margin": d.margin, "error": d.error,
-                "excused": d.excused(),
-            })),
-        })
-    }
+    Ok(choices)
 }
 
 impl Perplexity {
@@ -247,7 +193,7 @@ impl Perplexity {
             Decoder::open(checkpoint)?.forward(std::slice::from_ref(&ids), None)?.logits.squeeze(0)?;
         let (mut package, mut reference) = (0.0, 0.0);
         for (i, next) in ids[1..].iter().enumerate() {
-            package += surprise(&session.decode(ids[i])?, *next)?;
+            package += surprise(session.decode(ids[i])?.logits()?, *next)?;
             reference += surprise(&expected.get(i)?.to_vec1::<f32>()?, *next)?;
         }
         #[expect(clippy::cast_precision_loss, reason = "a context is far below 2⁵³")]

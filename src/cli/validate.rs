@@ -10,12 +10,14 @@ use serde_json::json;
 
 use super::{
     Answer,
+    choices::Choices,
     layers::Layers,
     print_json,
     run::{batch_and_tokens, function_name, read_tensors},
     sample,
     session::Model,
-    teacher::{Lesson, Outcome, Perplexity, examine},
+    sparsity::Sparsity,
+    teacher::{Lesson, Perplexity, examine},
 };
 use crate::{
     bail,
@@ -23,7 +25,7 @@ use crate::{
     error::{Context, Error, Result},
     interp::{
         Machine, Precision,
-        compare::{Comparison, compare, divergence, kept_rows, top_k},
+        compare::{Comparison, compare, compare_over, divergence, kept_rows, spread, top_k},
     },
     mil::{DType, Program, TensorType, Type},
     ops::Val,
@@ -33,18 +35,23 @@ use crate::{
 };
 
 const EXAMPLES: &str = "\
-Every output is compared, padding left out, and must agree: fp16 packages within 50 dB, fp32 ones within
-1e-4 of the spread. The exit code is 0 for PASS, 1 for FAIL, 2 when there was nothing to judge.
+Every output is compared, padding left out, and must agree: within 50 dB for fp16 packages, within 1e-4 \
+of the spread for fp32 ones. Language models are given tokens one by one and by prompts, and their greedy \
+text must be the reference's, but for tokens that the limit lets change places.
+
+The exit code is 0 for PASS, 1 for FAIL, 2 when there was nothing to judge.
 
 Examples:
   silane validate bert.mlpackage --reference bert/
   silane validate bert.mlpackage --reference outputs.safetensors
+  silane validate llama.mlpackage --reference llama/ --prompt 'The capital of Italy is' --tokens 32
   silane validate bert/ --reference outputs.safetensors";
 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct Args {
-    /// The package to validate; or a checkpoint, to compare silane's own reference with stored outputs
+    /// The package to validate, or a folder that holds the parts of a language model; or a checkpoint, to
+    /// compare silane's own reference with stored outputs
     package: PathBuf,
     /// The checkpoint that it was made from, or stored inputs and outputs
     #[arg(long, value_name = "CHECKPOINT|FILE.safetensors")]
@@ -52,14 +59,15 @@ pub(super) struct Args {
     /// How floats are computed
     #[arg(long, value_enum, default_value_t = Precise::Fp16)]
     precision: Precise,
-    /// What a language model is given, instead of a sample of tokens
-    #[arg(long, value_name = "TEXT")]
+    /// What the model is given, instead of a sample of tokens
+    #[arg(long, value_name = "TEXT", help_heading = "Language models")]
     prompt: Option<String>,
-    /// How many tokens a language model continues the prompt with
-    #[arg(long, value_name = "N", default_value_t = TOKENS)]
+    /// How many tokens the prompt is continued with
+    #[arg(long, value_name = "N", default_value_t = TOKENS, help_heading = "Language models")]
     tokens: usize,
-    /// A text whose perplexity is measured, as far as the context goes
-    #[arg(long, value_name = "FILE")]
+    /// A text whose perplexity is measured, as far as the context goes; block-sparse prefill is compared with
+    /// exact prefill on it
+    #[arg(long, value_name = "FILE", help_heading = "Language models")]
     text: Option<PathBuf>,
     /// Print the report as JSON
     #[arg(long)]
@@ -93,6 +101,16 @@ enum Limit {
     Psnr(f64),
     /// The largest difference as a share of the spread, at most.
     Relative(f64),
+}
+
+impl Limit {
+    /// The error of a value that is just within the limit, as a share of the spread.
+    fn share(self) -> f64 {
+        match self {
+            Limit::Psnr(least) => 10f64.powf(-least / 20.0),
+            Limit::Relative(most) => most,
+        }
+    }
 }
 
 /// 50 dB is an error of 0.3 % of the spread: what fp16 leaves of a deep model, and far less than any
@@ -164,6 +182,9 @@ fn prompt(checkpoint: &Checkpoint, text: Option<&str>) -> Result<Vec<u32>> {
 }
 
 fn language_against_checkpoint(model: &Model, checkpoint: &Checkpoint, args: &Args) -> Result<Report> {
+    if args.text.is_some() && model.is_argmax() {
+        bail!("`--text` needs logits, the package gives the likeliest token only"; hint: "convert with `--logits last`");
+    }
     let prompt = prompt(checkpoint, args.prompt.as_deref())?;
     let lesson = Lesson::computed(checkpoint, &prompt, args.tokens)?;
     let report = language(model, &lesson, args.precision)?;
@@ -175,14 +196,18 @@ fn language_against_checkpoint(model: &Model, checkpoint: &Checkpoint, args: &Ar
     };
     let perplexity =
         args.text.as_ref().map(|file| Perplexity::measure(model, checkpoint, file, args.precision));
-    Ok(Report { layers, perplexity: perplexity.transpose()?, ..report })
+    let sparsity = match (&args.text, model.session(args.precision.into())?.is_sparse()) {
+        (Some(file), true) => Sparsity::measure(model, checkpoint, file, args.precision)?,
+        _ => None,
+    };
+    Ok(Report { layers, perplexity: perplexity.transpose()?, sparsity, ..report })
 }
 
 fn language(model: &Model, lesson: &Lesson, precision: Precise) -> Result<Report> {
-    let mut pairs = Pairs::default();
-    let greedy = examine(model, lesson, precision, &mut pairs)?;
-    let report = pairs.report(limit(model.program(), precision))?;
-    Ok(Report { greedy, ..report })
+    let limit = limit(model.program(), precision);
+    let seen = examine(model, lesson, precision, limit.share())?;
+    let report = seen.pairs.report(limit)?;
+    Ok(Report { choices: seen.choices, greedy: seen.greedy, ..report })
 }
 
 /// What values may be off by: computed in fp16, from fp16 weights, or all in fp32.
@@ -201,11 +226,15 @@ fn limit(program: &Program, precision: Precise) -> Limit {
 /// How far each output is from the reference.
 pub(super) struct Report {
     outputs: Vec<Output>,
+    /// What a package chose that gives the likeliest token instead of logits.
+    choices: BTreeMap<String, Choices>,
     /// How a language model's own text went.
-    greedy: Option<Outcome>,
+    greedy: Option<Choices>,
     /// Where a language model that fails leaves its reference.
     layers: Option<Layers>,
     perplexity: Option<Perplexity>,
+    /// What block-sparse prefill leaves out; told, and not judged.
+    sparsity: Option<Sparsity>,
 }
 
 struct Output {
@@ -385,6 +414,8 @@ struct Pair {
     expected: Vec<f32>,
     not_finite: usize,
     classes: Option<usize>,
+    /// The least logit, where only the largest ones are compared.
+    least: Option<f32>,
 }
 
 impl Pairs {
@@ -395,6 +426,16 @@ impl Pairs {
         pair.seen.extend(seen);
         pair.expected.extend(expected);
         pair.classes = Some(expected.len());
+    }
+
+    /// Adds the score of the likeliest token, to be measured by the spread of all logits.
+    pub(super) fn push_best(&mut self, name: &str, seen: f32, logits: &[f32]) {
+        let pair = self.0.entry(name.into()).or_default();
+        pair.not_finite += usize::from(!seen.is_finite());
+        pair.seen.push(seen);
+        pair.expected.push(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        let least = logits.iter().copied().fold(f32::INFINITY, f32::min);
+        pair.least = Some(pair.least.map_or(least, |l| l.min(least)));
     }
 
     fn add(
@@ -450,10 +491,23 @@ impl Pairs {
                 }
                 None => None,
             };
-            let comparison = compare(&pair.seen, &pair.expected, tolerance)?;
+            let comparison = match pair.least {
+                Some(least) => {
+                    let all: Vec<f32> = pair.expected.iter().copied().chain([least]).collect();
+                    compare_over(&pair.seen, &pair.expected, tolerance, spread(&all))?
+                }
+                None => compare(&pair.seen, &pair.expected, tolerance)?,
+            };
             outputs.push(Output { name, comparison, not_finite: pair.not_finite, scores, limit });
         }
-        Ok(Report { outputs, greedy: None, layers: None, perplexity: None })
+        Ok(Report {
+            outputs,
+            choices: BTreeMap::new(),
+            greedy: None,
+            layers: None,
+            perplexity: None,
+            sparsity: None,
+        })
     }
 }
 
@@ -502,15 +556,25 @@ impl Output {
 
 impl Report {
     pub(super) fn answer(&self) -> Answer {
-        let text = self.greedy.as_ref().is_none_or(Outcome::passes);
-        if text && self.outputs.iter().all(Output::passes) { Answer::Yes } else { Answer::No }
+        let chosen = self.choices.values().chain(&self.greedy).all(Choices::passes);
+        if chosen && self.outputs.iter().all(Output::passes) { Answer::Yes } else { Answer::No }
+    }
+
+    /// What the package keeps to itself.
+    fn not_compared(&self) -> Option<&'static str> {
+        (!self.choices.is_empty()).then_some(
+            "logits of tokens that were not chosen: the package gives the likeliest token and its score only",
+        )
     }
 
     pub(super) fn text(&self) -> String {
         let outputs = self.outputs.iter().map(Output::text);
-        let text = outputs.chain(self.greedy.as_ref().map(Outcome::text));
+        let text = outputs.chain(self.choices.iter().map(|(name, c)| c.text(name)));
+        let text = text.chain(self.greedy.as_ref().map(|c| c.text("greedy text")));
+        let text = text.chain(self.not_compared().map(|what| format!("not compared: {what}")));
         let text = text.chain(self.layers.as_ref().map(Layers::text));
-        text.chain(self.perplexity.as_ref().map(Perplexity::text)).collect::<Vec<_>>().join("\n")
+        let text = text.chain(self.perplexity.as_ref().map(Perplexity::text));
+        text.chain(self.sparsity.as_ref().map(Sparsity::text)).collect::<Vec<_>>().join("\n")
     }
 
     pub(super) fn json(&self) -> serde_json::Value {
@@ -529,9 +593,12 @@ impl Report {
         json!({
             "pass": self.answer() == Answer::Yes,
             "outputs": self.outputs.iter().map(output).collect::<Vec<_>>(),
-            "greedy": self.greedy.as_ref().map(Outcome::json),
+            "choices": self.choices.iter().map(|(name, c)| (name.clone(), c.json())).collect::<serde_json::Map<_, _>>(),
+            "greedy": self.greedy.as_ref().map(Choices::json),
+            "not_compared": self.not_compared(),
             "layers": self.layers.as_ref().map(Layers::json),
             "perplexity": self.perplexity.as_ref().map(Perplexity::json),
+            "block_sparse": self.sparsity.as_ref().map(Sparsity::json),
         })
     }
 }

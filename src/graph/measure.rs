@@ -19,13 +19,18 @@ pub struct Measure {
     pub peak_bytes: u64,
     /// The largest result of an op, looked at as above.
     pub largest_bytes: u64,
+    /// Bytes that are written and read again because a result is over [`ON_CHIP`].
+    pub spilled_bytes: u64,
 }
+
+/// What one operand may take to stay on chip, 2 MiB on all generations of Neural Engines.
+pub const ON_CHIP: u64 = 2 << 20;
 
 impl Measure {
     pub fn of(function: &Function) -> Measure {
         let mut measure = Measure::default();
         count(function, &function.body, &mut measure);
-        (measure.peak_bytes, measure.largest_bytes) = memory(function);
+        memory(function, &mut measure);
         measure
     }
 }
@@ -132,8 +137,8 @@ fn flops(function: &Function, op: &Op) -> u64 {
     }
 }
 
-/// The most bytes of results at a time, and the largest result.
-fn memory(function: &Function) -> (u64, u64) {
+/// What results take.
+fn memory(function: &Function, measure: &mut Measure) {
     // The value whose memory each value is in.
     let mut home: BTreeMap<ValueId, Option<ValueId>> =
         function.inputs.iter().map(|id| (*id, Some(*id))).collect();
@@ -145,6 +150,7 @@ fn memory(function: &Function) -> (u64, u64) {
         for id in &read {
             if let Some(Some(home)) = home.get(id) {
                 last.insert(*home, i);
+                measure.spilled_bytes += spilled(function, *home);
             }
         }
         let stateful = op.kind == "slice_update"
@@ -187,7 +193,13 @@ fn memory(function: &Function) -> (u64, u64) {
         peak = peak.max(held);
         held = held.saturating_sub(frees.get(&i).copied().unwrap_or(0));
     }
-    (peak, largest)
+    let written = made.iter().flatten().map(|id| spilled(function, *id)).sum::<u64>();
+    measure.spilled_bytes += written;
+    (measure.peak_bytes, measure.largest_bytes) = (peak, largest);
+}
+
+fn spilled(function: &Function, id: ValueId) -> u64 {
+    Some(bytes(function.ty(id))).filter(|b| *b > ON_CHIP).unwrap_or(0)
 }
 
 fn reads(op: &Op, into: &mut Vec<ValueId>) {

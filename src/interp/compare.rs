@@ -41,10 +41,14 @@ impl Comparison {
 
 /// Compares element by element; `tolerance` is a share of the spread.
 pub fn compare(seen: &[f32], expected: &[f32], tolerance: f64) -> Result<Comparison> {
+    compare_over(seen, expected, tolerance, spread(expected))
+}
+
+/// Compares a choice of elements, as a share of the spread of all.
+pub fn compare_over(seen: &[f32], expected: &[f32], tolerance: f64, spread: f64) -> Result<Comparison> {
     same_length(seen, expected)?;
     let pairs = || seen.iter().zip(expected).map(|(s, e)| (f64::from(*s), f64::from(*e)));
     let finite = || pairs().filter(|(s, e)| s.is_finite() && e.is_finite());
-    let spread = spread(expected);
     let squares = finite().map(|(s, e)| (s - e).powi(2)).sum::<f64>();
     let (ss, ee, se) =
         finite().fold((0.0, 0.0, 0.0), |(ss, ee, se), (s, e)| (ss + s * s, ee + e * e, se + s * e));
@@ -120,7 +124,8 @@ fn same_length(seen: &[f32], expected: &[f32]) -> Result<()> {
     Ok(())
 }
 
-fn spread(expected: &[f32]) -> f64 {
+/// Largest minus smallest value; where all are equal their magnitude, and 1 for zeros.
+pub fn spread(expected: &[f32]) -> f64 {
     let finite = || expected.iter().filter(|v| v.is_finite()).map(|v| f64::from(*v));
     let high = finite().fold(f64::NEG_INFINITY, f64::max);
     let low = finite().fold(f64::INFINITY, f64::min);

@@ -35,8 +35,9 @@ pub struct Tiles {
 /// Chunks up to this size are prefilled with dense attention unless told otherwise.
 pub const SMALL_CHUNK: usize = 64;
 
-/// What one operand may take on chip, in bytes: `ANE` compilers of all generations keep to it.
-pub const OPERAND_BYTES: usize = 2 << 20;
+/// What one operand may take on chip, in bytes.
+#[expect(clippy::cast_possible_truncation, reason = "2 MiB")]
+pub const OPERAND_BYTES: usize = crate::graph::measure::ON_CHIP as usize;
 
 /// Settings that the published example uses, with a budget that suits contexts about 8,192.
 pub const SPARSE: Sparse = Sparse {
@@ -70,9 +71,15 @@ pub(super) struct Call {
 }
 
 /// All functions for the contexts, in ascending order, of which the last is the state's.
-pub(super) fn calls(chunks: &Chunks, contexts: &[usize], heads: Heads, alibi: bool) -> Result<Vec<Call>> {
+pub(super) fn calls(
+    chunks: &Chunks,
+    chunk: Option<usize>,
+    contexts: &[usize],
+    heads: Heads,
+    alibi: bool,
+) -> Result<Vec<Call>> {
     let capacity = contexts.last().copied().unwrap_or(0);
-    let chunk = chunks.chunk.filter(|c| *c > 1);
+    let chunk = chunk.filter(|c| *c > 1);
     let attention = match (chunks.attention, chunk) {
         (Attention::Auto, Some(t)) if t > SMALL_CHUNK && !alibi => Attention::Tiled(Tiles::default()),
         (Attention::Auto, _) => Attention::Dense,

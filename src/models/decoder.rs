@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, ops::Range};
 use serde_json::{Value as Json, json};
 
 use super::{
-    Part, Plan,
+    Part, Plan, Routed,
     calls::{Attention, Call, calls},
 };
 use crate::{
@@ -21,6 +21,7 @@ use crate::{
     nn::{
         Hidden, Net,
         cache::{Form, Heads, Kind, Setup, Steps, Update, sparse},
+        head::WIDEST,
     },
 };
 
@@ -40,8 +41,11 @@ pub struct Decoder {
     pub layer: Layer,
     /// The last norm, in the scope of the bare model.
     pub norm: fn(&mut Net<'_>, Hidden) -> Result<Hidden>,
-    /// Logits from normalised hidden states, in the scope of the checkpoint.
-    pub logits: fn(&mut Net<'_>, &Shape, Hidden) -> Result<Hidden>,
+    /// Logits from normalised hidden states, in the scope of the checkpoint: one piece, or several along the
+    /// vocabulary.
+    pub logits: fn(&mut Net<'_>, &Shape, Hidden) -> Result<Vec<Hidden>>,
+    /// What a router chooses from, where layers have experts.
+    pub routed: Option<fn(&Config) -> Result<Routed>>,
 }
 
 /// One layer: its place in the part's cache, and its number in the model.
@@ -90,14 +94,21 @@ pub struct Shape {
     pub tied_here: bool,
 }
 
+/// The longest context that is taken when none is asked for.
+pub const CONTEXT: usize = 2048;
+
 /// Decoder-only settings of a plan.
 #[derive(Debug, Clone)]
 pub struct Chunks {
-    /// Slots of the cache; several make functions for each.
+    /// Slots of the cache; several make functions for each, none takes what the checkpoint says, at most
+    /// [`CONTEXT`].
     pub contexts: Vec<usize>,
-    /// Tokens of a prefill call; `None` leaves prefill out.
+    /// Tokens of a prefill call, fewer where the context is left to the checkpoint and is shorter; `None`
+    /// leaves prefill out.
     pub chunk: Option<usize>,
-    pub all_logits: bool,
+    pub logits: Logits,
+    /// Whether the pieces of a wide head are outputs of their own.
+    pub split_head: bool,
     pub update: Update,
     pub parts: Parts,
     pub attention: Attention,
@@ -105,6 +116,17 @@ pub struct Chunks {
     pub buckets: Vec<usize>,
     /// How many ops a function may have: heads are taken together until it has no more.
     pub max_ops: usize,
+}
+
+/// What the head gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Logits {
+    /// Logits of a call's last token.
+    Last,
+    /// Logits of each of a call's tokens.
+    All,
+    /// The likeliest token after the last one, and its logit.
+    Argmax,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -127,7 +149,14 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     let config = text_config(checkpoint);
     let mut notes = Vec::new();
     let mut contexts = Vec::new();
-    for asked in &plan.chunks.contexts {
+    let (asked, chunk) = match plan.chunks.contexts.as_slice() {
+        [] => {
+            let longest = (decoder.shape)(&config, CONTEXT)?.longest.min(CONTEXT);
+            (vec![longest], plan.chunks.chunk.map(|c| c.min(longest)))
+        }
+        asked => (asked.to_vec(), plan.chunks.chunk),
+    };
+    for asked in &asked {
         let context = asked.div_ceil(32) * 32;
         if context != *asked {
             notes.push(format!("the context is rounded up from {asked} to {context}, a multiple of 32"));
@@ -139,7 +168,14 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     let Some(capacity) = contexts.last().copied().filter(|c| *c > 0) else {
         bail!("a context of 0 tokens is asked for");
     };
+    let head = &plan.chunks;
+    if head.split_head && head.logits == Logits::Argmax {
+        bail!("`--logits argmax` gives no logits that could be split"; hint: "leave `--head-outputs split` out");
+    }
     let mut shape = (decoder.shape)(&config, capacity)?;
+    if head.split_head && shape.vocab <= WIDEST {
+        notes.push(format!("the head of {} rows is one piece, its output is `logits`", shape.vocab));
+    }
     let bare =
         decoder.bases.iter().find(|b| checkpoint.tensors.names().any(|n| n.starts_with(&format!("{b}."))));
     shape.base = bare.copied().unwrap_or_default().to_string();
@@ -153,14 +189,14 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
         }
         notes.push(format!("positions from {longest} on are padding: the checkpoint has no more"));
     }
-    if let Some(chunk) = plan.chunks.chunk
+    if let Some(chunk) = chunk
         && (chunk == 0 || chunk > contexts[0])
     {
         bail!("a prefill chunk of {chunk} tokens does not fit a context of {}", contexts[0]);
     }
     let pieces = pieces(&plan.chunks.parts, checkpoint, &shape);
-    let calls = calls(&plan.chunks, &contexts, shape.heads, shape.slopes.is_some())?;
-    let frame = Frame { decoder, checkpoint, plan, shape, contexts, calls, capacity, model_type };
+    let calls = calls(&plan.chunks, chunk, &contexts, shape.heads, shape.slopes.is_some())?;
+    let frame = Frame { decoder, checkpoint, plan, shape, contexts, calls, capacity, chunk, model_type };
     let stems: Vec<String> = pieces.iter().map(|p| p.stem.clone()).collect();
     let mut parts = Vec::new();
     for piece in &pieces {
@@ -185,6 +221,7 @@ struct Frame<'a> {
     contexts: Vec<usize>,
     calls: Vec<Call>,
     capacity: usize,
+    chunk: Option<usize>,
     model_type: &'a str,
 }
 
@@ -193,6 +230,7 @@ impl Frame<'_> {
         let mut functions = BTreeMap::new();
         let mut described = serde_json::Map::new();
         let mut notes = Vec::new();
+        let mut rows = Json::Null;
         for call in &self.calls {
             if call.tokens == 0 && piece.layers.is_empty() {
                 continue;
@@ -202,6 +240,9 @@ impl Frame<'_> {
                 .call(piece, call, &mut notes)
                 .within(|| format!("function `{name}` of `{}`", piece.stem))?;
             described.insert(name.clone(), describe(&function, &call));
+            if piece.projects && self.plan.chunks.logits != Logits::Argmax {
+                rows = rows_of(&function);
+            }
             functions.insert(name.clone(), function);
         }
         let largest = self.contexts.len() - 1;
@@ -213,8 +254,8 @@ impl Frame<'_> {
         Ok(Part {
             stem: piece.stem.clone(),
             program,
-            docs: docs(),
-            contract: self.contract(piece, stems, described),
+            docs: docs(&rows),
+            contract: self.contract(piece, stems, described, rows),
             notes,
         })
     }
@@ -268,6 +309,7 @@ impl Frame<'_> {
     fn function(&self, piece: &Piece, call: &Call) -> Result<Function> {
         let (context, tokens) = (call.context, call.tokens);
         let mut net = Net::new(self.checkpoint, Builder::new(self.plan.opset), self.plan.float, 1, tokens);
+        net.split_head = self.plan.chunks.split_head || self.plan.chunks.logits == Logits::Argmax;
         (self.decoder.prepare)(&mut net)?;
         let mut shape = self.shape.clone();
         shape.tied_here = piece.embeds && piece.projects;
@@ -318,24 +360,35 @@ impl Frame<'_> {
             }
             steps.finish(&mut net)?;
         }
-        let output = match piece.projects {
+        let outputs = match piece.projects {
             true => self.project(&mut net, &shape, &base, x)?,
-            false => net.hidden_output("output_hidden_states", x)?,
+            false => vec![net.hidden_output("output_hidden_states", x)?],
         };
-        Ok(net.builder.finish(vec![output]))
+        Ok(net.builder.finish(outputs))
     }
 
-    fn project(&self, net: &mut Net<'_>, shape: &Shape, base: &str, x: Hidden) -> Result<ValueId> {
-        let x = match self.plan.chunks.all_logits {
-            true => x,
-            false => net.last_token("last_token", x)?,
+    fn project(&self, net: &mut Net<'_>, shape: &Shape, base: &str, x: Hidden) -> Result<Vec<ValueId>> {
+        let x = match self.plan.chunks.logits {
+            Logits::All => x,
+            Logits::Last | Logits::Argmax => net.last_token("last_token", x)?,
         };
         let x = net.within(base, |n| (self.decoder.norm)(n, x))?;
-        let x = (self.decoder.logits)(net, shape, x)?;
-        net.token_logits("logits", x)
+        let pieces = (self.decoder.logits)(net, shape, x)?;
+        if self.plan.chunks.logits == Logits::Argmax {
+            return Ok(net.best_token("token_ids", "token_scores", &pieces)?.into());
+        }
+        let count = pieces.len();
+        let named = |(i, x)| net.token_logits(&piece_name(i, count), x);
+        pieces.into_iter().enumerate().map(named).collect()
     }
 
-    fn contract(&self, piece: &Piece, stems: &[String], functions: serde_json::Map<String, Json>) -> Json {
+    fn contract(
+        &self,
+        piece: &Piece,
+        stems: &[String],
+        functions: serde_json::Map<String, Json>,
+        head: Json,
+    ) -> Json {
         let h = self.shape.heads;
         let rows = 2 * piece.layers.len();
         let cache = (!piece.layers.is_empty()).then(|| {
@@ -352,9 +405,14 @@ impl Frame<'_> {
             "task": "causal-lm",
             "functions": functions,
             "context_length": self.contexts,
-            "prefill_chunk": self.plan.chunks.chunk.filter(|c| *c > 1),
+            "prefill_chunk": self.chunk.filter(|c| *c > 1),
             "buckets": self.buckets(),
-            "logits": if self.plan.chunks.all_logits { "all" } else { "last" },
+            "logits": match self.plan.chunks.logits {
+                Logits::Last => "last",
+                Logits::All => "all",
+                Logits::Argmax => "argmax",
+            },
+            "head_outputs": head,
             "cache": cache,
             "pooled": self.block().filter(|_| !piece.layers.is_empty()).map(|block| json!({
                 "state": "kv_mean",
@@ -432,8 +490,35 @@ fn describe(function: &Function, call: &Call) -> Json {
     })
 }
 
-fn docs() -> BTreeMap<String, String> {
-    [
+/// `logits`, or `logits_1of3`; numbers are as wide as the largest, so that names sort in order.
+fn piece_name(i: usize, count: usize) -> String {
+    match count {
+        1 => "logits".into(),
+        _ => format!("logits_{:0width$}of{count}", i + 1, width = count.to_string().len()),
+    }
+}
+
+/// The rows of the vocabulary that each output holds.
+fn rows_of(function: &Function) -> Json {
+    let mut end = 0;
+    let one = |id: &ValueId| {
+        let shape = function.ty(*id).as_tensor().and_then(|t| t.shape());
+        let start = end;
+        end += shape.and_then(|s| s.last().copied()).unwrap_or(0);
+        json!({ "name": function.name(*id), "rows": [start, end] })
+    };
+    function.body.outputs.iter().map(one).collect()
+}
+
+fn docs(rows: &Json) -> BTreeMap<String, String> {
+    let piece = |output: &Json| {
+        let (name, [start, end]) = (output["name"].as_str()?, [0, 1].map(|i| output["rows"][i].as_u64()));
+        let doc = format!("Scores of tokens {} to {}, before softmax", start?, end?.saturating_sub(1));
+        Some((name.to_string(), doc))
+    };
+    let mut docs: BTreeMap<String, String> =
+        rows.as_array().into_iter().flatten().filter_map(piece).collect();
+    let fixed = [
         ("input_ids", "Token ids"),
         ("position_ids", "Position of each token, consecutive and below the context length"),
         ("hidden_states", "What the part before gives"),
@@ -442,10 +527,12 @@ fn docs() -> BTreeMap<String, String> {
         ("kv_mean", "Means of blocks of the cache, for block-sparse prefill"),
         ("pooled", "The first mean; what counts is the state"),
         ("logits", "Scores of the vocabulary, before softmax"),
+        ("token_ids", "The likeliest next token; the lowest id of several"),
+        ("token_scores", "Its score, before softmax"),
     ]
-    .into_iter()
-    .map(|(k, v)| (k.to_string(), v.to_string()))
-    .collect()
+    .map(|(k, v)| (k.to_string(), v.to_string()));
+    docs.extend(fixed);
+    docs
 }
 
 /// Which part holds what. One part is all; two are halves; more are the embedding, ranges of layers, and

@@ -124,14 +124,19 @@ fn later(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
 }
 
 /// Logits, softly capped where the config says so.
-fn logits2(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Hidden> {
-    let x = n.logits_of(shape, "lm_head", true, x)?;
-    let Some(cap) = text_config(n.checkpoint).opt_f64(&["final_logit_softcapping"])? else { return Ok(x) };
+fn logits2(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Vec<Hidden>> {
+    let pieces = n.logits_of(shape, "lm_head", true, x)?;
+    let Some(cap) = text_config(n.checkpoint).opt_f64(&["final_logit_softcapping"])? else {
+        return Ok(pieces);
+    };
     #[expect(clippy::cast_possible_truncation, reason = "a factor of 32 bits")]
     let cap = cap as f32;
-    let x = n.scale("soft_cap_in", x, 1.0 / cap)?;
-    let x = n.act(Act::Tanh, x)?;
-    n.scale("soft_cap_out", x, cap)
+    let capped = |x| {
+        let x = n.scale("soft_cap_in", x, 1.0 / cap)?;
+        let x = n.act(Act::Tanh, x)?;
+        n.scale("soft_cap_out", x, cap)
+    };
+    pieces.into_iter().map(capped).collect()
 }
 
 /// Every other layer has a window, the first one too.

@@ -23,6 +23,7 @@ pub(super) static LLAMA: Decoder = Decoder {
     layer,
     norm,
     logits,
+    routed: None,
 };
 
 pub(super) static MISTRAL: Decoder = Decoder {
@@ -119,7 +120,7 @@ pub(super) fn norm(n: &mut Net<'_>, x: Hidden) -> Result<Hidden> {
     n.rms_norm("norm", eps(n)?, x)
 }
 
-pub(super) fn logits(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Hidden> {
+pub(super) fn logits(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Vec<Hidden>> {
     n.logits_of(shape, "lm_head", false, x)
 }
 
@@ -158,10 +159,10 @@ fn granite(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: H
     })
 }
 
-fn granite_logits(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Hidden> {
+fn granite_logits(n: &mut Net<'_>, shape: &Shape, x: Hidden) -> Result<Vec<Hidden>> {
     let x = n.logits_of(shape, "lm_head", true, x)?;
     let by = 1.0 / multiplier(n, "logits_scaling")?;
-    n.scale("logits_scaling", x, by)
+    n.scale_each("logits_scaling", x, by)
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a factor needs no more than 32 bits")]

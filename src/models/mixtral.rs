@@ -1,26 +1,32 @@
 //! Mixtral: a Mistral whose feed-forward block is a mixture of experts.
 
 use super::{
+    Routed,
     decoder::{Decoder, Place, Shape},
     llama,
 };
 use crate::{
+    checkpoint::Config,
     error::Result,
     nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, moe::Experts},
 };
 
-pub(super) static MIXTRAL: Decoder = Decoder { layer, ..llama::MISTRAL };
+pub(super) static MIXTRAL: Decoder = Decoder { layer, routed: Some(routed), ..llama::MISTRAL };
+
+fn routed(config: &Config) -> Result<Routed> {
+    Routed::of(config, "num_local_experts")
+}
 
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {
         let attention = llama::attention(n, shape, HeadNorm::None)?;
         llama::block(n, steps, place, attention, 1.0, x, |n, h| {
-            let config = &n.checkpoint.config;
+            let routed = routed(&n.checkpoint.config)?;
             let experts = Experts {
                 router: "block_sparse_moe.gate",
                 experts: "block_sparse_moe.experts",
-                count: config.usize(&["num_local_experts"])?,
-                chosen: config.usize(&["num_experts_per_tok"])?,
+                count: routed.count,
+                chosen: routed.chosen,
                 parts: ["w1", "w3", "w2"],
                 act: llama::act(n)?,
                 normalise: true,

@@ -10,6 +10,7 @@ pub mod decoder;
 mod distilbert;
 mod electra;
 pub mod encoder;
+mod experts;
 mod gemma;
 mod gpt2;
 mod llama;
@@ -24,11 +25,13 @@ mod phi3;
 mod qwen3;
 mod roberta;
 mod shapes;
+pub mod sweep;
 
 use std::collections::BTreeMap;
 
-pub use decoder::{Chunks, Decoder, Parts};
+pub use decoder::{Chunks, Decoder, Logits, Parts};
 pub use encoder::Encoder;
+pub use experts::{Mixture, Routed};
 
 use crate::{
     bail,

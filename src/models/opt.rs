@@ -20,6 +20,7 @@ pub(super) static OPT: Decoder = Decoder {
     layer,
     norm,
     logits: |n, shape, x| n.logits_of(shape, "lm_head", true, x),
+    routed: None,
 };
 
 const EPS: f64 = 1e-5;

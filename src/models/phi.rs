@@ -43,7 +43,7 @@ pub(super) static COHERE: Decoder = Decoder {
         let x = n.logits_of(shape, "lm_head", true, x)?;
         #[expect(clippy::cast_possible_truncation, reason = "a factor of 32 bits")]
         let by = n.checkpoint.config.f64_or(&["logit_scale"], 0.0625)? as f32;
-        n.scale("logit_scale", x, by)
+        n.scale_each("logit_scale", x, by)
     },
     ..llama::LLAMA
 };

@@ -1,17 +1,23 @@
 //! Qwen 3: a Llama whose queries and keys are normalised per head, dense or with experts.
 
 use super::{
+    Routed,
     decoder::{Decoder, Place, Shape},
     llama,
 };
 use crate::{
+    checkpoint::Config,
     error::Result,
     nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, moe::Experts},
 };
 
 pub(super) static QWEN3: Decoder = Decoder { layer, ..llama::QWEN2 };
 
-pub(super) static QWEN3_MOE: Decoder = Decoder { layer: sparse, ..llama::QWEN2 };
+pub(super) static QWEN3_MOE: Decoder = Decoder { layer: sparse, routed: Some(routed), ..llama::QWEN2 };
+
+fn routed(config: &Config) -> Result<Routed> {
+    Routed::of(config, "num_experts")
+}
 
 fn norm(n: &Net<'_>) -> Result<HeadNorm> {
     Ok(HeadNorm::Rms { query: "self_attn.q_norm", key: "self_attn.k_norm", eps: llama::eps(n)?, plus: 0.0 })
@@ -35,11 +41,12 @@ fn sparse(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hi
 
 fn experts(n: &mut Net<'_>, x: Hidden) -> Result<Hidden> {
     let config = &n.checkpoint.config;
+    let routed = routed(config)?;
     let experts = Experts {
         router: "mlp.gate",
         experts: "mlp.experts",
-        count: config.usize(&["num_experts"])?,
-        chosen: config.usize(&["num_experts_per_tok"])?,
+        count: routed.count,
+        chosen: routed.chosen,
         parts: ["gate_proj", "up_proj", "down_proj"],
         act: llama::act(n)?,
         normalise: config.bool_or(&["norm_topk_prob"], false)?,

@@ -132,13 +132,20 @@ pub(super) fn window_everywhere(config: &Config, layer: usize) -> Result<Option<
 }
 
 impl Net<'_> {
-    /// The head: `name` where the checkpoint has it, the embedding where they are tied.
-    pub(super) fn logits_of(&mut self, shape: &Shape, name: &str, tied: bool, x: Hidden) -> Result<Hidden> {
+    /// The head: `name` where the checkpoint has it, the embedding where they are tied. One piece, unless
+    /// the function keeps the head's pieces apart.
+    pub(super) fn logits_of(
+        &mut self,
+        shape: &Shape,
+        name: &str,
+        tied: bool,
+        x: Hidden,
+    ) -> Result<Vec<Hidden>> {
         let own = format!("{name}.weight");
         let bias = format!("{name}.bias");
         let bias = self.has(&bias).then_some(bias);
         if self.has(&own) {
-            return self.vocabulary(name, &own, bias.as_deref(), x);
+            return self.pieces(name, &own, bias.as_deref(), x);
         }
         if !self.checkpoint.config.tied_embeddings()?.unwrap_or(tied) {
             let e = self.checkpoint.tensors.missing(&own);
@@ -150,7 +157,14 @@ impl Net<'_> {
             "" => format!("{}.weight", shape.embedding),
             base => format!("{base}.{}.weight", shape.embedding),
         };
-        self.vocabulary(name, &table, bias.as_deref(), x)
+        self.pieces(name, &table, bias.as_deref(), x)
+    }
+
+    fn pieces(&mut self, name: &str, table: &str, bias: Option<&str>, x: Hidden) -> Result<Vec<Hidden>> {
+        match self.split_head {
+            true => self.vocabulary_pieces(name, table, bias, x),
+            false => Ok(vec![self.vocabulary(name, table, bias, x)?]),
+        }
     }
 
     /// Whether the embedding is cut as a tied head in the same part is.

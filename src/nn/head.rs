@@ -102,9 +102,22 @@ impl Net<'_> {
         self.vocabulary(name, &table, bias, x)
     }
 
-    /// The projection to the vocabulary, in pieces of at most [`WIDEST`] rows; `table` may be the
-    /// embedding's, of which the same bytes are stored once where one piece suffices.
+    /// The projection to the vocabulary; `table` may be the embedding's, of which the same bytes are stored
+    /// once where both are in the same pieces.
     pub fn vocabulary(&mut self, name: &str, table: &str, bias: Option<&str>, x: Hidden) -> Result<Hidden> {
+        let parts: Vec<ValueId> =
+            self.vocabulary_pieces(name, table, bias, x)?.iter().map(|piece| piece.0).collect();
+        self.concat_channels(&format!("{name}_all"), &parts)
+    }
+
+    /// The projection to the vocabulary in pieces of at most [`WIDEST`] rows, in order.
+    pub fn vocabulary_pieces(
+        &mut self,
+        name: &str,
+        table: &str,
+        bias: Option<&str>,
+        x: Hidden,
+    ) -> Result<Vec<Hidden>> {
         let weight = self.source(table)?;
         let bias = bias.map(|b| self.source(b)).transpose()?;
         let rows = weight.shape.first().copied().unwrap_or(0);
@@ -113,9 +126,9 @@ impl Net<'_> {
         for piece in 0..pieces {
             let order: Vec<usize> = (piece * WIDEST..rows.min((piece + 1) * WIDEST)).collect();
             let part = (pieces > 1).then_some(super::linear::Rows { order, scale: 1.0 });
-            parts.push(self.convolve(name, x, &weight, bias.as_ref(), part)?.0);
+            parts.push(self.convolve(name, x, &weight, bias.as_ref(), part)?);
         }
-        self.concat_channels(&format!("{name}_all"), &parts)
+        Ok(parts)
     }
 
     /// `[B, C, 1, S]` → `[B, S, C]`, as an output.
@@ -141,7 +154,8 @@ impl Net<'_> {
         self.output(output, y)
     }
 
-    fn output(&mut self, name: &str, y: ValueId) -> Result<ValueId> {
+    /// Gives a value the name that hosts know it by.
+    pub(super) fn output(&mut self, name: &str, y: ValueId) -> Result<ValueId> {
         self.builder.rename(y, name)?;
         Ok(y)
     }

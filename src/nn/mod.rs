@@ -4,6 +4,7 @@
 
 pub mod act;
 pub mod attention;
+pub mod best;
 pub mod cache;
 pub mod embed;
 pub mod head;

@@ -36,6 +36,8 @@ pub struct Net<'a> {
     pub transposed_linears: bool,
     /// The residual stream is kept this much smaller than the checkpoint's, so that it fits fp16.
     pub residual: f32,
+    /// Whether logits stay in the pieces that the vocabulary is projected in.
+    pub split_head: bool,
     scope: String,
 }
 
@@ -55,6 +57,7 @@ impl<'a> Net<'a> {
             tokens,
             transposed_linears: false,
             residual: 1.0,
+            split_head: false,
             scope: String::new(),
         }
     }
@@ -179,6 +182,11 @@ impl<'a> Net<'a> {
         }
         let by = self.scalar(by);
         Ok(Hidden(self.binary("mul", name, x.0, by)?))
+    }
+
+    /// Every piece times a factor.
+    pub fn scale_each(&mut self, name: &str, pieces: Vec<Hidden>, by: f32) -> Result<Vec<Hidden>> {
+        pieces.into_iter().map(|x| self.scale(name, x, by)).collect()
     }
 
     pub fn channels(&self, x: Hidden) -> Result<usize> {

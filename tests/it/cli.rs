@@ -1,7 +1,9 @@
 //! The binary itself: what it prints where, and how it exits.
 
 mod convert;
+mod gemma;
 mod inspect;
+mod language;
 mod run;
 mod talk;
 mod validate;

@@ -1,10 +1,11 @@
 //! Emitted programs against what Transformers computed, and against our reference where nothing is stored.
 
-mod decoders;
+pub(crate) mod decoders;
 mod heads;
 mod prefill;
 mod structure;
 mod traps;
+mod vocabulary;
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +22,7 @@ use silane::{
         compare::{Comparison, compare, kept_rows},
     },
     mil::{DType, Numbers, Program},
-    models::{self, Chunks, Parts, Plan, calls::Attention},
+    models::{self, Chunks, Logits, Parts, Plan, calls::Attention},
     ops::{Opset, Val},
     passes,
     reference::{self, Inputs},
@@ -142,7 +143,8 @@ fn plan(checkpoint: &Checkpoint, batch: usize, tokens: usize) -> Plan {
         chunks: Chunks {
             contexts: vec![32],
             chunk: None,
-            all_logits: false,
+            logits: Logits::Last,
+            split_head: false,
             update: silane::nn::cache::Update::Slice,
             parts: Parts::Count(1),
             attention: Attention::Auto,
@@ -352,7 +354,7 @@ impl Model {
         folder(&files)
     }
 
-    fn open(&self) -> (TempDir, Checkpoint) {
+    pub(crate) fn open(&self) -> (TempDir, Checkpoint) {
         let dir = self.write();
         let checkpoint = open(dir.path());
         (dir, checkpoint)

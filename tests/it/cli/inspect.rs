@@ -313,8 +313,8 @@ fn what_is_no_model_is_told_apart() {
         [exit 2]
 
         $ silane inspect .
-        stderr: error: . has no `Manifest.json`
-        stderr:   hint: a package is a directory with `Manifest.json` and `Data` in it
+        stderr: error: .: this is a folder of packages
+        stderr:   hint: give one of them: `./archive.mlpackage`, `./conv_ios16.mlpackage`, `./empty.mlpackage`
         [exit 2]
 
         $ silane inspect nowhere.mlpackage

@@ -8,7 +8,7 @@ use silane::{
     graph,
     interp::{Machine, Precision, States, compare::compare},
     mil::{DType, Program, Type},
-    models::{self, Chunks, Parts, Plan, calls::Attention},
+    models::{self, Chunks, Logits, Parts, Plan, calls::Attention},
     nn::cache::Update,
     ops::Val,
     passes,
@@ -64,12 +64,12 @@ pub(super) const VARIANTS: [&str; 41] = [
 ];
 
 /// The parts of a model, and how far its cache is.
-pub(super) struct Text<'a> {
+pub(crate) struct Text<'a> {
     pub(super) machines: Vec<(Machine<'a>, States)>,
 }
 
 impl<'a> Text<'a> {
-    pub(super) fn new(programs: &'a [Program], precision: Precision) -> Self {
+    pub(crate) fn new(programs: &'a [Program], precision: Precision) -> Self {
         let open = |p: &'a Program| {
             let machine = Machine::new(p, precision);
             let states = machine.states("decode").unwrap();
@@ -78,20 +78,26 @@ impl<'a> Text<'a> {
         Self { machines: programs.iter().map(open).collect() }
     }
 
-    /// The logits after the last of `ids`, which begin at `position`.
-    pub(super) fn feed(&mut self, ids: &[i64], position: usize) -> Vec<f32> {
-        self.call(if ids.len() == 1 { "decode" } else { "prefill" }, ids, position)
+    /// The logits after the last of `ids`, which begin at `position`; pieces are joined in order of their
+    /// names.
+    pub(crate) fn feed(&mut self, ids: &[i64], position: usize) -> Vec<f32> {
+        self.call(ids, position).values().flat_map(floats).collect()
+    }
+
+    /// What the last part gives.
+    pub(super) fn call(&mut self, ids: &[i64], position: usize) -> BTreeMap<String, Val> {
+        self.by(if ids.len() == 1 { "decode" } else { "prefill" }, ids, position)
     }
 
     /// The same by the function named.
-    pub(super) fn call(&mut self, function: &str, ids: &[i64], position: usize) -> Vec<f32> {
+    pub(super) fn by(&mut self, function: &str, ids: &[i64], position: usize) -> BTreeMap<String, Val> {
         let n = ids.len();
         let positions = (0..n).map(|i| i64::try_from(position + i).unwrap()).collect();
         let given = BTreeMap::from([
             ("input_ids", Val::ints(ids.to_vec(), &[1, n]).unwrap()),
             ("position_ids", Val::ints(positions, &[1, n]).unwrap()),
         ]);
-        let mut carried: Option<Val> = None;
+        let (mut carried, mut outputs): (Option<Val>, _) = (None, BTreeMap::new());
         for (machine, states) in &mut self.machines {
             let value = |name: &String| match name.as_str() {
                 "hidden_states" => carried.clone().unwrap(),
@@ -103,17 +109,19 @@ impl<'a> Text<'a> {
                 .into_iter()
                 .map(|name| (name.clone(), value(&name)))
                 .collect();
-            carried = machine.run(function, &inputs, states, None).unwrap().into_values().next();
+            outputs = machine.run(function, &inputs, states, None).unwrap();
+            carried = outputs.get("output_hidden_states").cloned();
         }
-        floats(&carried.unwrap())
+        outputs
     }
 }
 
-pub(super) fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
+pub(crate) fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
     Chunks {
         contexts: vec![CONTEXT],
         chunk: Some(chunk),
-        all_logits: false,
+        logits: Logits::Last,
+        split_head: false,
         update,
         parts: Parts::Count(parts),
         attention: Attention::Auto,
@@ -122,7 +130,7 @@ pub(super) fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
     }
 }
 
-pub(super) fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
+pub(crate) fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
     try_programs(checkpoint, float, chunks).unwrap_or_else(|e| panic!("{e}"))
 }
 

@@ -5,7 +5,7 @@ use silane::{
     interp::{Precision, compare::compare},
     mil::DType,
     models::{
-        Chunks,
+        Chunks, Logits,
         calls::{Attention, SPARSE, Tiles},
     },
     nn::cache::{
@@ -16,8 +16,13 @@ use silane::{
 
 use super::{
     decoders::{CONTEXT, Text, VARIANTS, assert_near, chunks, programs, row, try_programs},
-    fixture, open,
+    fixture, floats, open,
 };
+
+/// The logits that a function gives.
+fn logits(text: &mut Text<'_>, function: &str, ids: &[i64], position: usize) -> Vec<f32> {
+    text.by(function, ids, position).values().flat_map(floats).collect()
+}
 
 fn tiled(tile: usize, group: usize) -> Attention {
     Attention::Tiled(Tiles { tile: Some(tile), group: Some(group), filled: false })
@@ -69,7 +74,7 @@ fn tiles_are_dense_attention() {
         let checkpoint = open(&fixture(&format!("tiny/{name}")));
         let ids: Vec<i64> = (0..56).map(|i| 3 + i * 37 % 200).collect();
         let feed = |attention, update| {
-            let chunks = Chunks { attention, all_logits: true, ..chunks(8, 1, update) };
+            let chunks = Chunks { attention, logits: Logits::All, ..chunks(8, 1, update) };
             let programs = programs(&checkpoint, DType::F32, chunks);
             let mut text = Text::new(&programs, Precision::Fp32);
             ids.chunks(8).enumerate().flat_map(|(i, ids)| text.feed(ids, 8 * i)).collect::<Vec<f32>>()
@@ -90,20 +95,22 @@ fn buckets_share_one_cache() {
     let checkpoint = open(&fixture("tiny/qwen2"));
     let ids: Vec<i64> = (0..64).map(|i| 3 + i * 37 % 200).collect();
     let mut ops = Vec::new();
-    let mut logits = Vec::new();
+    let mut all = Vec::new();
     for filled in [false, true] {
         let attention = Attention::Tiled(Tiles { tile: Some(32), group: Some(2), filled });
         let chunks =
-            Chunks { attention, buckets: vec![32, 64], all_logits: true, ..chunks(32, 1, Update::Slice) };
+            Chunks { attention, buckets: vec![32, 64], logits: Logits::All, ..chunks(32, 1, Update::Slice) };
         let programs = programs(&checkpoint, DType::F32, chunks);
         let names: Vec<&str> = programs[0].functions.keys().map(String::as_str).collect();
         assert_eq!(names, ["decode", "prefill_32", "prefill_64"]);
         ops.push(Measure::of(&programs[0].functions["prefill_64"]).ops);
         let mut text = Text::new(&programs, Precision::Fp32);
-        logits
-            .push([text.call("prefill_32", &ids[..32], 0), text.call("prefill_64", &ids[32..], 32)].concat());
+        all.push(
+            [logits(&mut text, "prefill_32", &ids[..32], 0), logits(&mut text, "prefill_64", &ids[32..], 32)]
+                .concat(),
+        );
     }
-    assert_eq!(logits[0], logits[1]);
+    assert_eq!(all[0], all[1]);
     assert!(ops[1] < ops[0], "{ops:?}");
 }
 
@@ -118,19 +125,19 @@ fn block_sparse_prefill_with_all_blocks_is_exact() {
         let checkpoint = open(&fixture(&format!("tiny/{name}")));
         let ids: Vec<i64> = (0..64).map(|i| 3 + i * 37 % 200).collect();
         let exact = {
-            let chunks = Chunks { all_logits: true, ..chunks(8, 1, Update::Slice) };
+            let chunks = Chunks { logits: Logits::All, ..chunks(8, 1, Update::Slice) };
             let programs = programs(&checkpoint, DType::F32, chunks);
             let mut text = Text::new(&programs, Precision::Fp32);
             ids.chunks(8).enumerate().map(|(i, ids)| text.feed(ids, 8 * i)).collect::<Vec<_>>()
         };
         let feed = |sparse: Sparse, update| {
             let attention = Attention::Sparse(sparse, Tiles { tile: Some(16), group: None, filled: false });
-            let chunks = Chunks { attention, all_logits: true, ..chunks(8, 1, update) };
+            let chunks = Chunks { attention, logits: Logits::All, ..chunks(8, 1, update) };
             let programs = programs(&checkpoint, DType::F32, chunks);
             let mut text = Text::new(&programs, Precision::Fp32);
             let call = |(i, ids): (usize, &[i64])| {
                 let name = if i < sparse.budget { "prefill" } else { "prefill_sparse" };
-                text.call(name, ids, 8 * i)
+                logits(&mut text, name, ids, 8 * i)
             };
             ids.chunks(8).enumerate().map(call).collect::<Vec<_>>()
         };
@@ -169,9 +176,9 @@ fn repooling_gives_what_aligned_chunks_left() {
             held.flat_map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect::<Vec<f32>>()
         };
         let mut chunked = Text::new(&programs, Precision::Fp16);
-        ids.chunks(8).enumerate().for_each(|(i, ids)| drop(chunked.call("prefill", ids, 8 * i)));
+        ids.chunks(8).enumerate().for_each(|(i, ids)| drop(logits(&mut chunked, "prefill", ids, 8 * i)));
         let mut decoded = Text::new(&programs, Precision::Fp16);
-        ids.iter().enumerate().for_each(|(i, id)| drop(decoded.call("decode", &[*id], i)));
+        ids.iter().enumerate().for_each(|(i, id)| drop(logits(&mut decoded, "decode", &[*id], i)));
         assert!(means(&decoded).iter().all(|v| *v == 0.0));
         for (machine, states) in &mut decoded.machines {
             if machine.inputs("repool").is_ok() {
