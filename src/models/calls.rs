@@ -53,6 +53,13 @@ pub const SPARSE: Sparse = Sparse {
     correction: true,
 };
 
+/// Sizes of tiles that were not given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Free {
+    pub tile: bool,
+    pub group: bool,
+}
+
 /// One function of a package.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Call {
@@ -62,8 +69,8 @@ pub(super) struct Call {
     /// Slots that it sees.
     pub context: usize,
     pub form: Form,
-    /// Whether the tiles' group is still to be chosen.
-    pub free_group: bool,
+    /// What of the tiles is still to be chosen.
+    pub free: Free,
     /// Positions at which it may begin.
     pub positions: (usize, usize),
     /// What positions have to be multiples of.
@@ -125,7 +132,8 @@ pub(super) fn calls(
 impl Call {
     fn dense(name: String, tokens: usize, context: usize) -> Call {
         let positions = (0, context - tokens);
-        Call { name, tokens, context, form: Form::Dense, free_group: false, positions, align: 1 }
+        let free = Free { tile: false, group: false };
+        Call { name, tokens, context, form: Form::Dense, free, positions, align: 1 }
     }
 
     fn tiled(
@@ -148,40 +156,41 @@ impl Call {
             tokens,
             context,
             form: Form::Tiled(tiled),
-            free_group: tiles.group.is_none(),
+            free: Free { tile: tiles.tile.is_none(), group: tiles.group.is_none() },
             positions: (filled, past),
             align: 1,
         }
     }
 
-    /// The same with tiles of so many kv heads.
-    pub(super) fn with_group(&self, group: usize) -> Call {
-        let mut call = self.clone();
-        match &mut call.form {
-            Form::Tiled(tiled) | Form::Sparse(_, tiled) => tiled.group = group,
-            Form::Dense => {}
-        }
-        call
-    }
-
-    pub(super) fn tiles(&self) -> Option<Tiled> {
-        match self.form {
-            Form::Tiled(tiled) | Form::Sparse(_, tiled) => Some(tiled),
-            Form::Dense => None,
-        }
-    }
-
-    /// Groups worth a try, those with the fewest heads first, as far as an op's scores fit on chip.
-    pub(super) fn groups(&self, heads: Heads) -> Vec<usize> {
-        let fits = |g: &usize| {
-            let tiled = self.with_group(*g).tiles();
-            *g == 1 || tiled.is_some_and(|t| t.score_bytes(heads, self.tokens) <= OPERAND_BYTES)
+    /// The same with other tiles.
+    fn with(&self, tiled: Tiled) -> Call {
+        let form = match self.form {
+            Form::Sparse(sparse, _) => Form::Sparse(sparse, tiled),
+            _ => Form::Tiled(tiled),
         };
-        let mut groups: Vec<usize> =
-            (1..=heads.kv).map(|count| heads.kv.div_ceil(count)).filter(fits).collect();
+        Call { form, ..self.clone() }
+    }
+
+    /// The function in all sizes of tiles that were left open and whose scores fit on chip: those with the
+    /// fewest heads first, then those with the shortest tiles. The first is taken that has few enough ops.
+    pub(super) fn candidates(&self, heads: Heads) -> Vec<Call> {
+        let (Form::Tiled(first) | Form::Sparse(_, first)) = self.form else { return vec![self.clone()] };
+        let mut groups: Vec<usize> = (1..=heads.kv).map(|count| heads.kv.div_ceil(count)).collect();
         groups.sort_unstable();
         groups.dedup();
-        groups
+        if !self.free.group {
+            groups = vec![first.group];
+        }
+        let tiles = [1, 2, 4].map(|by| first.tile * by);
+        let tiles = &tiles[..if self.free.tile { 3 } else { 1 }];
+        let all = groups
+            .iter()
+            .flat_map(|group| tiles.iter().map(|tile| Tiled { group: *group, tile: *tile, ..first }));
+        let fits = |t: &Tiled| *t == first || t.score_bytes(heads, self.tokens) <= OPERAND_BYTES;
+        // A tile longer than all there is would be the same again.
+        let useful = |t: &Tiled| t.tile == first.tile || t.tile < 2 * t.past;
+        let found: Vec<Call> = all.filter(|t| fits(t) && useful(t)).map(|t| self.with(t)).collect();
+        if found.is_empty() { vec![self.clone()] } else { found }
     }
 }
 

@@ -260,26 +260,27 @@ impl Frame<'_> {
         })
     }
 
-    /// A function, its tiles over the fewest kv heads with which it stays below the limit of ops.
+    /// A function, its tiles of the first sizes with which it stays below the limit of ops.
     fn call(&self, piece: &Piece, call: &Call, notes: &mut Vec<String>) -> Result<(Function, Call)> {
         if call.tokens == 0 {
             return Ok((self.repool(piece, call)?, call.clone()));
         }
-        let (limit, heads) = (self.plan.chunks.max_ops, self.shape.heads);
-        let groups = match call.tiles() {
-            Some(_) if call.free_group && !piece.layers.is_empty() => call.groups(heads),
-            Some(tiled) => vec![tiled.group],
-            None => return Ok((self.function(piece, call)?, call.clone())),
+        let limit = self.plan.chunks.max_ops;
+        let candidates = match (call.form, piece.layers.is_empty()) {
+            (Form::Dense, _) | (_, true) => return Ok((self.function(piece, call)?, call.clone())),
+            _ => call.candidates(self.shape.heads),
         };
         let mut last = None;
-        for group in groups {
-            let call = call.with_group(group);
+        for call in candidates {
             let function = self.function(piece, &call)?;
             let ops = function.body.ops.iter().filter(|op| op.kind != "const").count();
             if ops <= limit {
                 return Ok((function, call));
             }
-            last = Some((function, call, ops));
+            // The one with the fewest ops, if none has few enough.
+            if last.as_ref().is_none_or(|(_, _, least)| ops < *least) {
+                last = Some((function, call, ops));
+            }
         }
         let Some((function, call, ops)) = last else { bail!("there is no group of heads") };
         notes.push(format!(

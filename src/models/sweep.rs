@@ -58,7 +58,7 @@ pub mod rates {
 /// Chunks from 64 to 1,024 tokens with dense attention and tiles of 256 to 1,024 keys, for a context.
 pub fn sweep(checkpoint: &Checkpoint, model_type: &str, context: usize, max_ops: usize) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for chunk in [64, 128, 256, 512, 1024].into_iter().filter(|c| *c < context) {
+    for chunk in [64, 128, 256, 512, 1024].into_iter().filter(|c| *c <= context) {
         for tile in [None, Some(256), Some(512), Some(1024)] {
             if tile.is_some_and(|t| t > context) {
                 continue;

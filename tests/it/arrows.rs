@@ -144,7 +144,8 @@ fn room_of(file: &Path) -> String {
 
 /// The file without its unit tests, which come last.
 fn code_of(text: &str) -> &str {
-    text.find("#[cfg(test)]").map_or(text, |end| &text[..end])
+    let tests = ["#[cfg(test)]", "#![cfg(test)]"].iter().filter_map(|mark| text.find(mark)).min();
+    tests.map_or(text, |end| &text[..end])
 }
 
 /// First segments of all paths that start at the crate's root, in order of first use.

@@ -1,4 +1,5 @@
 //! The prefill graphs against vectors that numpy computed in 64 bits: `fixtures/attention`.
+#![cfg(test)]
 
 use std::{collections::BTreeMap, path::Path};
 

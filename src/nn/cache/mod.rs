@@ -14,8 +14,6 @@
 //!
 //! where G query heads share each of H kv heads, N is the context and T the number of tokens.
 
-#[cfg(test)]
-mod golden;
 mod heads;
 mod masks;
 pub mod sparse;
@@ -365,3 +363,6 @@ impl Net<'_> {
 pub(super) fn size(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
+
+#[cfg(test)]
+mod golden;

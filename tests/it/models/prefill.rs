@@ -1,6 +1,7 @@
 //! Prefill in tiles and in blocks against dense prefill and against what Transformers computed.
 
 use silane::{
+    checkpoint::Checkpoint,
     graph::Measure,
     interp::{Precision, compare::compare},
     mil::DType,
@@ -229,4 +230,118 @@ fn what_cannot_be_built_is_refused() {
         assert!(error.contains(message), "{error}");
     }
     assert_eq!(CONTEXT, 64);
+}
+
+/// A checkpoint of a real model's sizes, two layers deep, whose weights are a hole in a file.
+fn hollow(config: &serde_json::Value, names: &[(&str, &[usize])]) -> (tempfile::TempDir, Checkpoint) {
+    let size = |key: &str| usize::try_from(config[key].as_u64().unwrap()).unwrap();
+    let (hidden, ffn, dim) = (size("hidden_size"), size("intermediate_size"), size("head_dim"));
+    let (q, kv) = (size("num_attention_heads") * dim, size("num_key_value_heads") * dim);
+    let mut tensors = vec![
+        ("model.embed_tokens.weight".to_string(), vec![size("vocab_size"), hidden]),
+        ("model.norm.weight".into(), vec![hidden]),
+    ];
+    for layer in 0..2 {
+        for (name, shape) in [
+            ("self_attn.q_proj", vec![q, hidden]),
+            ("self_attn.k_proj", vec![kv, hidden]),
+            ("self_attn.v_proj", vec![kv, hidden]),
+            ("self_attn.o_proj", vec![hidden, q]),
+            ("mlp.gate_proj", vec![ffn, hidden]),
+            ("mlp.up_proj", vec![ffn, hidden]),
+            ("mlp.down_proj", vec![hidden, ffn]),
+            ("input_layernorm", vec![hidden]),
+            ("post_attention_layernorm", vec![hidden]),
+        ] {
+            tensors.push((format!("model.layers.{layer}.{name}.weight"), shape));
+        }
+        let more =
+            names.iter().map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape.to_vec()));
+        tensors.extend(more);
+    }
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, shape) in tensors {
+        let start = end;
+        end += 2 * shape.iter().product::<usize>();
+        header.insert(
+            name,
+            serde_json::json!({ "dtype": "F16", "shape": shape, "data_offsets": [start, end] }),
+        );
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let mut bytes = u64::try_from(header.len()).unwrap().to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    let path = dir.path().join("model.safetensors");
+    std::fs::write(&path, &bytes).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(u64::try_from(bytes.len() + end).unwrap()).unwrap();
+    let checkpoint = open(dir.path());
+    (dir, checkpoint)
+}
+
+/// Of models up to a billion weights: no operand of attention is over 2 MiB, which is what fits on chip; nothing
+/// is tiled; and where blocks are fetched by one-hot products nothing is looked up behind the head.
+#[test]
+fn operands_of_attention_fit_on_chip() {
+    let common = |family: &str, sizes: [usize; 6]| {
+        let [hidden, ffn, heads, kv, dim, vocab] = sizes;
+        serde_json::json!({
+            "architectures": [format!("{family}ForCausalLM")], "model_type": family.to_lowercase(),
+            "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": kv,
+            "head_dim": dim, "vocab_size": vocab, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+            "max_position_embeddings": 8192, "tie_word_embeddings": true, "hidden_act": "silu",
+        })
+    };
+    let llama = common("Llama", [2048, 8192, 32, 8, 64, 128_256]);
+    let qwen = common("Qwen3", [1024, 3072, 16, 8, 128, 151_936]);
+    let norms: &[(&str, &[usize])] = &[("self_attn.q_norm", &[128]), ("self_attn.k_norm", &[128])];
+    for (config, more) in [(&llama, &[][..]), (&qwen, norms)] {
+        let (_dir, checkpoint) = hollow(config, more);
+        for attention in
+            [Attention::Auto, Attention::Sparse(Sparse { dense_layers: 0, ..SPARSE }, Tiles::default())]
+        {
+            let chunks = Chunks {
+                attention,
+                contexts: vec![8192],
+                buckets: vec![256, 512, 1024, 2048, 4096],
+                ..chunks(256, 1, Update::Slice)
+            };
+            let programs = programs(&checkpoint, DType::F16, chunks);
+            for (name, f) in programs[0].functions.iter().filter(|(name, _)| name.starts_with("prefill")) {
+                let convs: Vec<usize> =
+                    (0..f.body.ops.len()).filter(|i| f.body.ops[*i].kind == "conv").collect();
+                for (i, op) in f.body.ops.iter().enumerate() {
+                    assert_ne!(op.kind, "tile", "{name}");
+                    assert!(i < convs[0] || op.kind != "gather", "{name}: a gather behind the head");
+                    let computes = [
+                        "matmul",
+                        "softmax",
+                        "add",
+                        "mul",
+                        "sub",
+                        "exp",
+                        "real_div",
+                        "reduce_max",
+                        "reduce_sum",
+                    ];
+                    let attends = op.outputs.iter().any(|id| f.name(*id).contains("self_attn"));
+                    if !attends || !computes.contains(&op.kind.as_str()) {
+                        continue;
+                    }
+                    let read = op.args().filter_map(|arg| match arg {
+                        silane::mil::Arg::Value(id) => Some(*id),
+                        silane::mil::Arg::Const(_) => None,
+                    });
+                    for id in read.chain(op.outputs.iter().copied()) {
+                        let bytes = f.ty(id).as_tensor().and_then(|t| t.count()).unwrap_or(0) * 2;
+                        // A one-hot product reads all past blocks once, whatever they are.
+                        let all_blocks = f.name(id).contains("_blocks");
+                        assert!(bytes <= 2 << 20 || all_blocks, "{name}: {} of {bytes} bytes", f.name(id));
+                    }
+                }
+            }
+        }
+    }
 }
