@@ -39,14 +39,14 @@ pub(super) fn run(folder: &Path, context: usize, as_json: bool) -> Result<Answer
 fn table(model_type: &str, context: usize, rows: &[Row]) -> String {
     let mut text = format!(
         "prefill of {model_type} at the end of a context of {context} tokens, by tokens of a call and keys of a tile\n\n\
-         chunk   tile  heads    ops  GFLOP  peak MiB  scores MiB  cache MiB  µs/token\n"
+         chunk   tile  heads    ops   GFLOP  peak MiB  scores MiB  cache MiB  µs/token\n"
     );
     for row in rows {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let b = row.bound();
         let shown = |n: Option<usize>| n.map_or_else(|| "-".into(), |n| n.to_string());
         text.push_str(&format!(
-            "{:>5}  {:>5}  {:>5}  {:>5}  {:>5.0}  {:>8.1}  {:>10.2}  {:>9.1}  {:>8.0}  {}\n",
+            "{:>5}  {:>5}  {:>5}  {:>5}  {:>6.1}  {:>8.1}  {:>10.2}  {:>9.1}  {:>8.0}  {}\n",
             row.chunk,
             row.tile.map_or_else(|| "dense".into(), |t| t.to_string()),
             shown(row.group),
