@@ -17,6 +17,7 @@ pub mod nn;
 pub mod ops;
 pub mod package;
 pub mod passes;
+pub mod quant;
 pub mod reference;
 pub mod ui;
 

@@ -14,6 +14,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("checkpoint", &["mil"]),
     ("package", &["mil", "ops", "graph"]),
     ("passes", &["mil", "ops", "graph"]),
+    ("quant", &["mil", "ops", "graph"]),
     ("interp", &["mil", "ops"]),
     ("reference", &["checkpoint"]),
     ("nn", &["mil", "ops", "graph", "checkpoint"]),

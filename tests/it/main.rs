@@ -11,5 +11,6 @@ mod interp;
 mod models;
 mod ops;
 mod package;
+mod quant;
 mod reference;
 mod tidy;
