@@ -2,7 +2,8 @@
 //! proves a package right by running the emitted program.
 //!
 //! ```text
-//! convert : checkpoint → models → passes → check → package::save
+//! convert : checkpoint → models → passes → quant → check → package::save
+//! quantize: package::open → quant → check → package::save
 //! validate: package::open → interp, checkpoint → reference, → compare
 //! ```
 

@@ -216,6 +216,10 @@ impl Outcome {
         text
     }
 
+    pub(super) fn short(&self) -> String {
+        format!("{} of {} tokens equal", self.equal, self.tokens)
+    }
+
     pub(super) fn json(&self) -> serde_json::Value {
         json!({
             "tokens": self.tokens,

@@ -29,6 +29,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "checkpoint",
             "package",
             "passes",
+            "quant",
             "interp",
             "reference",
             "nn",

@@ -12,5 +12,6 @@ mod models;
 mod ops;
 mod package;
 mod quant;
+mod quantize;
 mod reference;
 mod tidy;
