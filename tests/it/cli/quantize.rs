@@ -38,10 +38,12 @@ fn a_report_is_told() {
         stderr:     4 constants of 768 elements: `y` of mul, which is no weight
         stderr:   weights 1.3 MB → 540.1 kB, 16.00 → 6.43 bits each
         stderr:   wrote q.mlpackage: 828.8 kB, of which weights 542.6 kB, in … s
+        stderr:   tokenizer and config are in q
         [exit 0]
 
         $ silane quantize q.mlpackage -o dense.mlpackage --decompress
         stderr:   wrote dense.mlpackage: 1.8 MB, of which weights 1.5 MB, in … s
+        stderr:   tokenizer and config are in dense
         [exit 0]
 
         $ silane validate q.mlpackage --reference rxn-albert-mlm
