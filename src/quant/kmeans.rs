@@ -10,9 +10,9 @@ use super::histogram::Histogram;
 /// Sums before each value, and where zero is.
 #[derive(Default)]
 pub(super) struct Solver {
-    sums: Vec<Sums>,
-    /// The index of zero where its entry has to be zero.
-    pinned: Option<usize>,
+    sums: Sums,
+    /// Those of some values only.
+    few: Sums,
     /// How dense entries should be before each value.
     density: Vec<f64>,
     costs: [Vec<f64>; 2],
@@ -20,12 +20,17 @@ pub(super) struct Solver {
     bands: Vec<(usize, usize)>,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 struct Sums {
-    weight: f64,
-    first: f64,
-    second: f64,
+    weight: Vec<f64>,
+    first: Vec<f64>,
+    second: Vec<f64>,
+    /// The index of zero where its entry has to be zero.
+    pinned: Option<usize>,
 }
+
+/// Entries that are spread over all values at once.
+const FEW: usize = 16;
 
 impl Solver {
     /// Entries for a histogram, sorted, at most so many; `pin` makes zero one of them.
@@ -34,64 +39,30 @@ impl Solver {
         if n <= entries {
             return h.values.iter().map(|v| f64::from(*v)).collect();
         }
-        self.sum(h, pin);
-        let cuts =
-            if exact || n * entries <= 1 << 11 { self.exact(n, entries) } else { self.fast(h, entries) };
-        cuts.windows(2).map(|c| self.mean(c[0], c[1])).collect()
-    }
-
-    fn sum(&mut self, h: &Histogram, pin: bool) {
-        let n = h.values.len();
-        let zero = h.values.partition_point(|v| *v < 0.0);
-        self.pinned = (pin && h.values.get(zero) == Some(&0.0)).then_some(zero);
-        self.sums.clear();
-        self.sums.resize(n + 1, Sums::default());
-        let add = |to: Sums, i: usize, sign: f64| {
-            let (v, w) = (f64::from(h.values[i]), sign * h.weights[i]);
-            Sums { weight: to.weight + w, first: to.first + w * v, second: to.second + w * v * v }
+        self.sums.fill(h, pin);
+        let cuts = if exact || n * entries <= 1 << 11 {
+            self.exact(n, entries, false)
+        } else {
+            self.fast(h, entries)
         };
-        for i in zero..n {
-            self.sums[i + 1] = add(self.sums[i], i, 1.0);
-        }
-        for i in (0..zero).rev() {
-            self.sums[i] = add(self.sums[i + 1], i, -1.0);
-        }
+        cuts.windows(2).map(|c| self.sums.mean(c[0], c[1])).collect()
     }
 
-    fn holds_pin(&self, from: usize, to: usize) -> bool {
-        self.pinned.is_some_and(|zero| from <= zero && zero < to)
-    }
-
-    fn mean(&self, from: usize, to: usize) -> f64 {
-        let (a, b) = (self.sums[from], self.sums[to]);
-        if self.holds_pin(from, to) {
-            return 0.0;
-        }
-        let weight = b.weight - a.weight;
-        if weight > 0.0 { (b.first - a.first) / weight } else { 0.0 }
-    }
-
-    /// The squared error of a segment that has one entry.
-    fn cost(&self, from: usize, to: usize) -> f64 {
-        let (a, b) = (self.sums[from], self.sums[to]);
-        let (weight, first, second) = (b.weight - a.weight, b.first - a.first, b.second - a.second);
-        if weight <= 0.0 || self.holds_pin(from, to) { second } else { second - first * first / weight }
-    }
-
-    fn exact(&mut self, n: usize, entries: usize) -> Vec<usize> {
+    fn exact(&mut self, n: usize, entries: usize, few: bool) -> Vec<usize> {
         self.bands.clear();
         self.bands.extend((0..=entries).map(|c| match c {
             0 => (0, 0),
             c if c == entries => (n, n),
             c => (c, n - (entries - c)),
         }));
-        self.within_bands()
+        self.within_bands(few)
     }
 
     /// The best cuts of which each is within its band; bands start and end in rising order.
-    fn within_bands(&mut self) -> Vec<usize> {
+    fn within_bands(&mut self, few: bool) -> Vec<usize> {
         let (mut before, mut now) = (std::mem::take(&mut self.costs[0]), std::mem::take(&mut self.costs[1]));
         let mut cuts = std::mem::take(&mut self.cuts);
+        let sums = if few { &self.few } else { &self.sums };
         cuts.clear();
         let last = self.bands.len() - 1;
         let mut starts = vec![0; last + 1];
@@ -104,7 +75,7 @@ impl Solver {
             starts[layer] = cuts.len();
             cuts.resize(cuts.len() + high - low + 1, 0);
             let chosen = &mut cuts[starts[layer]..];
-            self.layer((low, low, high), under, under, &before, &mut now, chosen);
+            sums.layer((low, low, high), under, under, &before, &mut now, chosen);
             std::mem::swap(&mut before, &mut now);
         }
         let mut found = vec![0; last + 1];
@@ -116,59 +87,53 @@ impl Solver {
         found
     }
 
-    /// The best cut before each of `low..=high`, all of which are in `from`; `base` and `band` tell where
-    /// this layer and the one before it start.
-    fn layer(
-        &self,
-        (base, low, high): (usize, usize, usize),
-        band: (usize, usize),
-        from: (usize, usize),
-        before: &[f64],
-        now: &mut [f64],
-        cuts: &mut [u16],
-    ) {
-        let middle = low.midpoint(high);
-        let (mut best, mut at) = (f64::INFINITY, from.0);
-        for i in from.0..=from.1.min(middle - 1) {
-            let cost = before[i - band.0] + self.cost(i, middle);
-            if cost < best {
-                (best, at) = (cost, i);
-            }
-        }
-        now[middle - base] = best;
-        cuts[middle - base] = at as u16;
-        if low < middle {
-            self.layer((base, low, middle - 1), band, (from.0, at), before, now, cuts);
-        }
-        if middle < high {
-            self.layer((base, middle + 1, high), band, (at, from.1), before, now, cuts);
-        }
-    }
-
-    /// A coarse solution, improved until it is the best within bands around it.
+    /// A coarse solution, improved by cutting at ever more values, each time until it is the best within bands
+    /// around it.
     fn fast(&mut self, h: &Histogram, entries: usize) -> Vec<usize> {
+        const REACH: usize = 8;
+        const FINER: usize = 4;
         let n = h.values.len();
-        let mut cuts = self.start(h, entries);
-        for _ in 0..32 {
-            if !self.lloyd(h, &mut cuts) {
-                break;
-            }
+        let (mut cuts, mut edges) = self.start(h, entries);
+        if entries > FEW {
+            (0..16).any(|_| !self.lloyd(h, &mut cuts));
         }
-        let reach = (n / entries / 8).clamp(4, 64);
-        for _ in 0..8 {
-            self.bands.clear();
-            self.bands.extend(cuts.iter().enumerate().map(|(c, cut)| match c {
-                0 => (0, 0),
-                c if c == entries => (n, n),
-                c => (cut.saturating_sub(reach).max(c), (cut + reach).min(n - (entries - c))),
-            }));
-            let better = self.within_bands();
-            if better == cuts {
-                break;
+        loop {
+            let bins = edges.len() - 1;
+            if bins == n || bins >= FINER * entries {
+                self.few.pick(&self.sums, &edges);
+                let mut at: Vec<usize> = Vec::with_capacity(cuts.len());
+                for (c, cut) in cuts.iter().enumerate() {
+                    let edge = edges.partition_point(|e| e < cut);
+                    let least = at.last().map_or(0, |before| before + 1);
+                    at.push(edge.clamp(least, bins - (entries - c)));
+                }
+                for _ in 0..8 {
+                    self.bands.clear();
+                    self.bands.extend(at.iter().enumerate().map(|(c, cut)| match c {
+                        0 => (0, 0),
+                        c if c == entries => (bins, bins),
+                        c => (cut.saturating_sub(REACH).max(c), (cut + REACH).min(bins - (entries - c))),
+                    }));
+                    let better = self.within_bands(true);
+                    if better == at {
+                        break;
+                    }
+                    at = better;
+                }
+                cuts = at.into_iter().map(|at| edges[at]).collect();
             }
-            cuts = better;
+            if bins == n {
+                return cuts;
+            }
+            let mut finer = Vec::with_capacity(FINER * bins + 1);
+            for ends in edges.windows(2) {
+                let (from, size) = (ends[0], ends[1] - ends[0]);
+                let parts = FINER.min(size);
+                finer.extend((0..parts).map(|i| from + size * i / parts));
+            }
+            finer.push(n);
+            edges = finer;
         }
-        cuts
     }
 
     /// Moves each cut to the middle of the means beside it, and keeps segments from being empty; whether any
@@ -176,9 +141,9 @@ impl Solver {
     fn lloyd(&self, h: &Histogram, cuts: &mut [usize]) -> bool {
         let (n, last) = (h.values.len(), cuts.len() - 1);
         let mut moved = false;
-        let mut mean = self.mean(cuts[0], cuts[1]);
+        let mut mean = self.sums.mean(cuts[0], cuts[1]);
         for c in 1..last {
-            let next = self.mean(cuts[c], cuts[c + 1]);
+            let next = self.sums.mean(cuts[c], cuts[c + 1]);
             let middle = mean.midpoint(next) as f32;
             let at = near(&h.values, cuts[c], middle).clamp(cuts[c - 1] + 1, n - (last - c));
             moved |= at != cuts[c];
@@ -189,23 +154,24 @@ impl Solver {
     }
 
     /// Cuts of the best solution of few entries over few bins, each segment of which is given its share of
-    /// the others.
-    fn start(&mut self, h: &Histogram, entries: usize) -> Vec<usize> {
-        const FEW: usize = 16;
+    /// the others; and the ends of the bins.
+    fn start(&mut self, h: &Histogram, entries: usize) -> (Vec<usize>, Vec<usize>) {
         const BINS: usize = 6;
+        const TAIL: usize = 16;
         let n = h.values.len();
         let few = entries.min(FEW);
         self.density(h);
         let bins = (BINS * few).min(n);
-        let edges = self.spread(0, n, bins);
-        let all = std::mem::take(&mut self.sums);
-        self.sums.extend(edges.iter().map(|e| all[*e]));
-        let pinned = self.pinned.take();
-        let coarse = self.exact(edges.len() - 1, few.min(edges.len() - 1));
-        (self.sums, self.pinned) = (all, pinned);
+        // The outermost values are bins by themselves: which of them have their own entry decides much.
+        let tail = TAIL.min((n - bins) / 2);
+        let mut edges: Vec<usize> = (0..tail).collect();
+        edges.extend(self.spread(tail, n - tail, bins));
+        edges.extend(n - tail + 1..=n);
+        self.few.pick(&self.sums, &edges);
+        let coarse = self.exact(edges.len() - 1, few.min(edges.len() - 1), true);
         let coarse: Vec<usize> = coarse.into_iter().map(|c| edges[c]).collect();
-        if few == entries && coarse.len() == entries + 1 {
-            return coarse;
+        if few == entries {
+            return (coarse, edges);
         }
         let mut cuts = vec![0];
         let mut left = entries;
@@ -221,22 +187,28 @@ impl Solver {
             cuts.extend(self.spread(from, to, parts).into_iter().skip(1));
             left -= parts;
         }
-        cuts
+        (cuts, edges)
     }
 
-    /// Sums of the density that entries of a good table have: the cube root of that of the values. Gaps
-    /// count as at most some of the usual ones.
+    /// Sums of the density that entries of a good table have: the cube root of that of the values, of which
+    /// some are taken together.
     fn density(&mut self, h: &Histogram) {
+        const TOGETHER: usize = 8;
         let n = h.values.len();
         self.density.clear();
         self.density.push(0.0);
-        let usual = 64.0 * (h.values[n - 1] - h.values[0]) / n as f32;
-        let mut sum = 0f64;
-        for i in 0..n {
-            let gap = (h.values[(i + 1).min(n - 1)] - h.values[i.saturating_sub(1)]) / 2.0;
-            let gap = f64::from(gap.min(usual));
-            sum += (h.weights[i].max(1e-12) * gap * gap).cbrt();
-            self.density.push(sum);
+        // Gaps count as at most so many of the usual ones.
+        let usual = f64::from(h.values[n - 1] - h.values[0]) / n as f64 * 256.0;
+        let mut sum = 0.0;
+        for start in (0..n).step_by(TOGETHER) {
+            let end = (start + TOGETHER).min(n);
+            let width = f64::from(h.values[end.min(n - 1)] - h.values[start]).min(usual);
+            let weight = self.sums.weight[end] - self.sums.weight[start];
+            let part = (weight.max(1e-30) * width * width).cbrt() / (end - start) as f64;
+            for _ in start..end {
+                sum += part;
+                self.density.push(sum);
+            }
         }
     }
 
@@ -247,12 +219,129 @@ impl Solver {
         let mut at = from;
         for part in 1..parts {
             let want = start + (end - start) * part as f64 / parts as f64;
-            at += self.density[at..=to].partition_point(|d| *d < want);
+            while at < to && self.density[at] < want {
+                at += 1;
+            }
             at = at.clamp(cuts[part - 1] + 1, to - (parts - part));
             cuts.push(at);
         }
         cuts.push(to);
         cuts
+    }
+}
+
+impl Sums {
+    fn fill(&mut self, h: &Histogram, pin: bool) {
+        let n = h.values.len();
+        let zero = h.values.partition_point(|v| *v < 0.0);
+        self.pinned = (pin && h.values.get(zero) == Some(&0.0)).then_some(zero);
+        let Sums { weight, first, second, .. } = self;
+        for sums in [&mut *weight, &mut *first, &mut *second] {
+            sums.clear();
+            sums.resize(n + 1, 0.0);
+        }
+        let mut add = |from: usize, to: usize, i: usize, sign: f64| {
+            let (v, w) = (f64::from(h.values[i]), sign * h.weights[i]);
+            weight[to] = weight[from] + w;
+            first[to] = first[from] + w * v;
+            second[to] = second[from] + w * v * v;
+        };
+        (zero..n).for_each(|i| add(i, i + 1, i, 1.0));
+        (0..zero).rev().for_each(|i| add(i + 1, i, i, -1.0));
+    }
+
+    /// Those before some of the values.
+    fn pick(&mut self, all: &Sums, edges: &[usize]) {
+        let pairs =
+            [(&mut self.weight, &all.weight), (&mut self.first, &all.first), (&mut self.second, &all.second)];
+        for (to, from) in pairs {
+            to.clear();
+            to.extend(edges.iter().map(|e| from[*e]));
+        }
+        // The part that holds zero.
+        self.pinned = all.pinned.map(|zero| edges.partition_point(|e| *e <= zero) - 1);
+    }
+
+    fn mean(&self, from: usize, to: usize) -> f64 {
+        if self.pinned.is_some_and(|zero| from <= zero && zero < to) {
+            return 0.0;
+        }
+        (self.first[to] - self.first[from]) / (self.weight[to] - self.weight[from]).max(f64::MIN_POSITIVE)
+    }
+
+    /// The best cut before each of `low..=high`, all of which are in `from`; `base` and `band` tell where
+    /// this layer and the one before it start.
+    fn layer(
+        &self,
+        (base, low, high): (usize, usize, usize),
+        band: (usize, usize),
+        from: (usize, usize),
+        before: &[f64],
+        now: &mut [f64],
+        cuts: &mut [u16],
+    ) {
+        let middle = low.midpoint(high);
+        let (at, best) = self.best(from.0, from.1.min(middle - 1) + 1, middle, &before[from.0 - band.0..]);
+        now[middle - base] = best;
+        cuts[middle - base] = at as u16;
+        if low < middle {
+            self.layer((base, low, middle - 1), band, (from.0, at), before, now, cuts);
+        }
+        if middle < high {
+            self.layer((base, middle + 1, high), band, (at, from.1), before, now, cuts);
+        }
+    }
+
+    /// The best start from `from` up to `end` of a segment that ends at `to`, given the costs of what is before
+    /// each start, and the cost; the first of equal ones.
+    fn best(&self, from: usize, end: usize, to: usize, before: &[f64]) -> (usize, f64) {
+        const LANES: usize = 4;
+        let (weight, first, second) = (self.weight[to], self.first[to], self.second[to]);
+        let (mut at, mut best) = (from, f64::INFINITY);
+        let mut start = from;
+        if let Some(zero) = self.pinned.filter(|zero| *zero < to) {
+            // The segment holds zero, whose entry is zero.
+            start = (zero + 1).clamp(from, end);
+            for i in from..start {
+                let cost = before[i - from] + (second - self.second[i]);
+                (at, best) = if cost < best { (i, cost) } else { (at, best) };
+            }
+        }
+        let cost = |b: f64, w: f64, f: f64, s: f64| {
+            let (w, f) = (weight - w, first - f);
+            let spread = (second - s) - f * f / if w > f64::MIN_POSITIVE { w } else { f64::MIN_POSITIVE };
+            b + if spread > 0.0 { spread } else { 0.0 }
+        };
+        let (b, rest_b) = before[start - from..end - from].as_chunks::<LANES>();
+        let (w, rest_w) = self.weight[start..end].as_chunks::<LANES>();
+        let (f, rest_f) = self.first[start..end].as_chunks::<LANES>();
+        let (s, rest_s) = self.second[start..end].as_chunks::<LANES>();
+        let (mut least, mut which) = ([f64::INFINITY; LANES], [0f64; LANES]);
+        let mut count = 0.0;
+        // Four slices of one length; zipped iterators are not inlined here.
+        for i in 0..b.len().min(w.len()).min(f.len()).min(s.len()) {
+            let (b, w, f, s) = (&b[i], &w[i], &f[i], &s[i]);
+            for lane in 0..LANES {
+                let cost = cost(b[lane], w[lane], f[lane], s[lane]);
+                let better = cost < least[lane];
+                least[lane] = if better { cost } else { least[lane] };
+                which[lane] = if better { count } else { which[lane] };
+            }
+            count += 1.0;
+        }
+        for lane in 0..LANES {
+            let i = start + which[lane] as usize * LANES + lane;
+            if least[lane] < best || least[lane] == best && i < at {
+                (at, best) = (i, least[lane]);
+            }
+        }
+        for i in 0..rest_b.len() {
+            let cost = cost(rest_b[i], rest_w[i], rest_f[i], rest_s[i]);
+            if cost < best {
+                (at, best) = (end - rest_b.len() + i, cost);
+            }
+        }
+        (at, best)
     }
 }
 
