@@ -90,9 +90,10 @@ impl Solver {
     /// A coarse solution, improved by cutting at ever more values, each time until it is the best within bands
     /// around it.
     fn fast(&mut self, h: &Histogram, entries: usize) -> Vec<usize> {
-        const REACH: usize = 8;
         const FINER: usize = 4;
         let n = h.values.len();
+        // Many entries start less well.
+        let reach = if entries > FEW { 16 } else { 8 };
         let (mut cuts, mut edges) = self.start(h, entries);
         if entries > FEW {
             (0..16).any(|_| !self.lloyd(h, &mut cuts));
@@ -100,21 +101,24 @@ impl Solver {
         loop {
             let bins = edges.len() - 1;
             if bins == n || bins >= FINER * entries {
-                self.few.pick(&self.sums, &edges);
+                let few = bins < n;
+                if few {
+                    self.few.pick(&self.sums, &edges);
+                }
                 let mut at: Vec<usize> = Vec::with_capacity(cuts.len());
                 for (c, cut) in cuts.iter().enumerate() {
-                    let edge = edges.partition_point(|e| e < cut);
+                    let edge = if few { edges.partition_point(|e| e < cut) } else { *cut };
                     let least = at.last().map_or(0, |before| before + 1);
                     at.push(edge.clamp(least, bins - (entries - c)));
                 }
-                for _ in 0..8 {
+                for _ in 0..24 {
                     self.bands.clear();
                     self.bands.extend(at.iter().enumerate().map(|(c, cut)| match c {
                         0 => (0, 0),
                         c if c == entries => (bins, bins),
-                        c => (cut.saturating_sub(REACH).max(c), (cut + REACH).min(bins - (entries - c))),
+                        c => (cut.saturating_sub(reach).max(c), (cut + reach).min(bins - (entries - c))),
                     }));
-                    let better = self.within_bands(true);
+                    let better = self.within_bands(few);
                     if better == at {
                         break;
                     }
@@ -124,6 +128,10 @@ impl Solver {
             }
             if bins == n {
                 return cuts;
+            }
+            if FINER * bins >= n {
+                edges = (0..=n).collect();
+                continue;
             }
             let mut finer = Vec::with_capacity(FINER * bins + 1);
             for ends in edges.windows(2) {
@@ -165,7 +173,7 @@ impl Solver {
         // The outermost values are bins by themselves: which of them have their own entry decides much.
         let tail = TAIL.min((n - bins) / 2);
         let mut edges: Vec<usize> = (0..tail).collect();
-        edges.extend(self.spread(tail, n - tail, bins));
+        edges.extend(spread(tail, n - tail, bins, |at| self.density[at]));
         edges.extend(n - tail + 1..=n);
         self.few.pick(&self.sums, &edges);
         let coarse = self.exact(edges.len() - 1, few.min(edges.len() - 1), true);
@@ -173,19 +181,23 @@ impl Solver {
         if few == entries {
             return (coarse, edges);
         }
-        let mut cuts = vec![0];
-        let mut left = entries;
-        for (i, ends) in coarse.windows(2).enumerate() {
+        // Even parts of a segment are off by their number squared less: the best numbers go with the cube root.
+        let wants: Vec<f64> = coarse.windows(2).map(|c| self.sums.cost(c[0], c[1]).max(0.0).cbrt()).collect();
+        let (mut cuts, mut left, mut wanted) = (vec![0], entries, wants.iter().sum::<f64>());
+        for (i, (ends, want)) in coarse.windows(2).zip(&wants).enumerate() {
             let (from, to) = (ends[0], ends[1]);
-            let share = |from: usize| self.density[n] - self.density[from];
-            let fair = (self.density[to] - self.density[from]) / share(from).max(f64::MIN_POSITIVE);
-            let (later, room) = (coarse.len() - 2 - i, n - to);
+            let fair = left as f64 * want / wanted.max(f64::MIN_POSITIVE);
+            let (later, room) = (wants.len() - 1 - i, n - to);
             // Each later segment needs one, and takes no more than its values.
-            let parts = ((fair * left as f64).round() as usize)
-                .clamp(left.saturating_sub(room).max(1), left - later)
+            let parts = ((fair.round() as usize).clamp(left.saturating_sub(room).max(1), left - later))
                 .min(to - from);
-            cuts.extend(self.spread(from, to, parts).into_iter().skip(1));
+            let value = |at: usize| f64::from(h.values[at] - h.values[from]);
+            let width = value(to - 1).max(f64::MIN_POSITIVE);
+            let measure =
+                |at: usize| (at - from) as f64 / (to - from) as f64 + 2.0 * value(at.min(to - 1)) / width;
+            cuts.extend(spread(from, to, parts, measure).into_iter().skip(1));
             left -= parts;
+            wanted -= want;
         }
         (cuts, edges)
     }
@@ -198,7 +210,8 @@ impl Solver {
         self.density.clear();
         self.density.push(0.0);
         // Gaps count as at most so many of the usual ones.
-        let usual = f64::from(h.values[n - 1] - h.values[0]) / n as f64 * 256.0;
+        let (low, high) = (n / 8, n - 1 - n / 8);
+        let usual = f64::from(h.values[high] - h.values[low]) / (high - low).max(1) as f64 * 256.0;
         let mut sum = 0.0;
         for start in (0..n).step_by(TOGETHER) {
             let end = (start + TOGETHER).min(n);
@@ -211,23 +224,23 @@ impl Solver {
             }
         }
     }
+}
 
-    /// Cuts that spread the density evenly over so many parts, none of them empty.
-    fn spread(&self, from: usize, to: usize, parts: usize) -> Vec<usize> {
-        let (start, end) = (self.density[from], self.density[to]);
-        let mut cuts = vec![from];
-        let mut at = from;
-        for part in 1..parts {
-            let want = start + (end - start) * part as f64 / parts as f64;
-            while at < to && self.density[at] < want {
-                at += 1;
-            }
-            at = at.clamp(cuts[part - 1] + 1, to - (parts - part));
-            cuts.push(at);
+/// Cuts that spread a rising measure evenly over so many parts, none of them empty.
+fn spread(from: usize, to: usize, parts: usize, measure: impl Fn(usize) -> f64) -> Vec<usize> {
+    let (start, end) = (measure(from), measure(to));
+    let mut cuts = vec![from];
+    let mut at = from;
+    for part in 1..parts {
+        let want = start + (end - start) * part as f64 / parts as f64;
+        while at < to && measure(at) < want {
+            at += 1;
         }
-        cuts.push(to);
-        cuts
+        at = at.clamp(cuts[part - 1] + 1, to - (parts - part));
+        cuts.push(at);
     }
+    cuts.push(to);
+    cuts
 }
 
 impl Sums {
@@ -260,6 +273,13 @@ impl Sums {
         }
         // The part that holds zero.
         self.pinned = all.pinned.map(|zero| edges.partition_point(|e| *e <= zero) - 1);
+    }
+
+    /// The squared error of a segment that has one entry.
+    fn cost(&self, from: usize, to: usize) -> f64 {
+        let off = self.mean(from, to);
+        let difference = |sums: &[f64]| sums[to] - sums[from];
+        difference(&self.second) - off * (2.0 * difference(&self.first) - off * difference(&self.weight))
     }
 
     fn mean(&self, from: usize, to: usize) -> f64 {
@@ -358,4 +378,122 @@ fn near(values: &[f32], guess: usize, limit: f32) -> usize {
         step *= 2;
     }
     low + values[low..high].partition_point(|v| *v <= limit)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The squared error of entries over a histogram.
+    fn error(h: &Histogram, entries: &[f64]) -> f64 {
+        let off = |v: f32| entries.iter().map(|e| (f64::from(v) - e).powi(2)).fold(f64::INFINITY, f64::min);
+        h.values.iter().zip(&h.weights).map(|(v, w)| w * off(*v)).sum()
+    }
+
+    /// The least error of any segments, of which the one with zero has a zero entry where it is pinned.
+    fn brute(h: &Histogram, entries: usize, pin: bool) -> f64 {
+        let n = h.values.len();
+        let cost = |from: usize, to: usize| {
+            let part = || h.values[from..to].iter().map(|v| f64::from(*v)).zip(&h.weights[from..to]);
+            let (sum, weight) = part().fold((0.0, 0.0), |a, (v, w)| (a.0 + v * w, a.1 + w));
+            let zero = pin && h.values[from..to].contains(&0.0);
+            let mean = if zero { 0.0 } else { sum / weight };
+            part().map(|(v, w)| w * (v - mean).powi(2)).sum::<f64>()
+        };
+        let mut best = vec![f64::INFINITY; n + 1];
+        best[0] = 0.0;
+        for _ in 0..entries.min(n) {
+            best = (0..=n)
+                .map(|to| (0..to).map(|from| best[from] + cost(from, to)).fold(f64::INFINITY, f64::min))
+                .collect();
+        }
+        best[n]
+    }
+
+    fn histogram(values: &[f32], weights: &[f64]) -> Histogram {
+        let mut pairs: Vec<(f32, f64)> = values.iter().copied().zip(weights.iter().copied()).collect();
+        pairs.sort_by(|a, b| a.0.total_cmp(&b.0));
+        pairs.dedup_by(|a, b| a.0 == b.0);
+        Histogram {
+            values: pairs.iter().map(|p| p.0).collect(),
+            weights: pairs.iter().map(|p| p.1).collect(),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn exact_is_what_trying_all_gives(
+            pairs in prop::collection::vec((-40i16..40, 1u8..200), 1..40),
+            entries in 1usize..9,
+            pin: bool,
+        ) {
+            let values: Vec<f32> = pairs.iter().map(|p| f32::from(p.0) / 8.0).collect();
+            let weights: Vec<f64> = pairs.iter().map(|p| f64::from(p.1) / 16.0).collect();
+            let h = histogram(&values, &weights);
+            let found = Solver::default().solve(&h, entries, pin, true);
+            let (seen, least) = (error(&h, &found), brute(&h, entries, pin));
+            // A value may be nearer to the entry of another segment where zero is pinned.
+            prop_assert!(seen <= least * (1.0 + 1e-9) + 1e-9, "{seen} {least}");
+            if !pin {
+                prop_assert!(seen >= least * (1.0 - 1e-9) - 1e-9, "{seen} {least}");
+            } else if h.values.contains(&0.0) {
+                prop_assert!(found.contains(&0.0), "{found:?}");
+            }
+        }
+    }
+
+    /// Distributions of weights, and others that a start could miss.
+    fn samples() -> Vec<(&'static str, Histogram)> {
+        let mut state = 1u64;
+        let mut uniform = move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((state >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+        };
+        let mut draw = |count: usize, make: &mut dyn FnMut(f64, f64) -> f64| -> Histogram {
+            let values: Vec<f32> = (0..count)
+                .map(|_| {
+                    let normal = (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos();
+                    make(normal, uniform()) as f32
+                })
+                .collect();
+            super::super::histogram::Counter::default().count(&values, None).clone()
+        };
+        let mut weighted = draw(4000, &mut |normal, _| normal * 0.03);
+        let count = weighted.weights.len();
+        weighted.weights.iter_mut().enumerate().for_each(|(i, w)| *w *= ((i * 7) % count) as f64 + 1e-3);
+        vec![
+            ("normal", draw(7168, &mut |normal, _| normal * 0.02)),
+            ("few", draw(300, &mut |normal, _| normal * 0.02)),
+            ("uniform", draw(7168, &mut |_, u| u - 0.5)),
+            ("sharp", draw(7168, &mut |normal, u| normal * normal * normal * u * 0.01)),
+            ("outliers", draw(7168, &mut |normal, u| if u < 5e-4 { normal } else { normal * 0.02 })),
+            ("one outlier", draw(2000, &mut |normal, u| if u < 6e-4 { 6e4 } else { normal * 1e-3 })),
+            ("two heaps", draw(5000, &mut |normal, u| normal * 0.01 + if u < 0.3 { -1.0 } else { 2.0 })),
+            (
+                "many heaps",
+                draw(5000, &mut |normal, u| normal * 1e-3 + (u * 24.0).floor() * (u * 24.0).floor()),
+            ),
+            ("positive", draw(5000, &mut |normal, _| normal.abs() * 0.1)),
+            ("tiny", draw(5000, &mut |normal, _| normal * 1e-6)),
+            ("weighted", weighted),
+        ]
+    }
+
+    #[test]
+    fn fast_is_within_a_hundredth_of_exact() {
+        let mut solver = Solver::default();
+        for (name, h) in samples() {
+            for entries in [2, 4, 8, 16, 64, 256] {
+                for pin in [false, true] {
+                    let exact = error(&h, &solver.solve(&h, entries, pin, true));
+                    let fast = error(&h, &solver.solve(&h, entries, pin, false));
+                    let place = format!("{name} {entries} {pin}: {fast:e} {exact:e}");
+                    assert!(fast <= 1.01 * exact + 1e-300, "{place}");
+                    assert!(pin || exact <= fast * (1.0 + 1e-9), "{place}");
+                }
+            }
+        }
+    }
 }

@@ -313,8 +313,8 @@ impl Step {
     #[inline(always)]
     fn off(&self, x: &Lanes) -> Lanes {
         let (_, mut code) = self.round(x);
-        for n in 0..LANES {
-            code[n] = fp16::round_normal(code[n] * self.scale);
+        for code in &mut code {
+            *code = fp16::round_normal(*code * self.scale);
         }
         for n in 0..LANES {
             code[n] -= x[n];
