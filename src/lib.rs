@@ -2,7 +2,8 @@
 //! proves a package right by running the emitted program.
 //!
 //! ```text
-//! convert : checkpoint → models → passes → check → package::save
+//! convert : checkpoint → models → passes → quant → check → package::save
+//! quantize: package::open → quant → check → package::save
 //! validate: package::open → interp, checkpoint → reference, → compare
 //! ```
 
@@ -17,6 +18,7 @@ pub mod nn;
 pub mod ops;
 pub mod package;
 pub mod passes;
+pub mod quant;
 pub mod reference;
 pub mod ui;
 

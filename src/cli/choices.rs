@@ -70,6 +70,10 @@ impl Choices {
         text
     }
 
+    pub(super) fn short(&self) -> String {
+        format!("{} of {} tokens equal", self.equal, self.tokens)
+    }
+
     pub(super) fn json(&self) -> serde_json::Value {
         json!({
             "tokens": self.tokens,

@@ -11,18 +11,27 @@ use clap::ValueEnum;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::{Answer, attention::Asked, print_json, validate};
+use super::{
+    Answer,
+    attention::Asked,
+    compress::{self, How},
+    print_json,
+    quantize::QUANTIZATION,
+    validate,
+};
 use crate::{
     bail,
     checkpoint::{Checkpoint, Task, tokenizer_files},
-    error::{Result, io},
+    error::{Context, Result, io},
     graph::{self, Checked},
     mil::DType,
     models::{self, Chunks, Mixture, Part, Parts, Plan},
     nn::cache::Update,
     ops::Opset,
     package::{self, Interface, Save},
-    passes, ui,
+    passes,
+    quant::{self, Report, Target},
+    ui,
 };
 
 const EXAMPLES: &str = "\
@@ -31,6 +40,7 @@ Examples:
   silane convert org/sentences -o sentences.mlpackage --sequence-length 256 --batch 8
   silane convert llama/ -o llama.mlpackage --context-length 1024 --prefill-chunk 128 --validate
   silane convert large/ -o large --max-part-size 500MB
+  silane convert llama/ -o llama --quantize lut4:g16
   silane convert bert/ --dry-run --json";
 
 const ENCODERS: &str = "Encoders";
@@ -76,9 +86,6 @@ pub(super) struct Args {
     /// Ops that a function may have: its tiles take more heads at once until it has no more
     #[arg(long, value_name = "N", default_value_t = 8000, help_heading = DECODERS)]
     max_ops: usize,
-    /// What will run the package: decides what is chosen where there is a choice
-    #[arg(long, value_enum, default_value_t = Target::Ane)]
-    target: Target,
     /// What comes out
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Logits::Last, help_heading = DECODERS)]
     logits: Logits,
@@ -97,6 +104,11 @@ pub(super) struct Args {
     /// Element type of weights and activations
     #[arg(long, value_enum, default_value_t = Float::Fp16)]
     precision: Float,
+    /// Compress the weights; `silane quantize --help` says how
+    #[arg(long, value_name = "SCHEME|RECIPE.toml")]
+    quantize: Option<String>,
+    #[command(flatten)]
+    how: How,
     /// The oldest system that has to run the package
     #[arg(long, value_name = "OS", value_enum, default_value_t = MinimumOs::Ios18)]
     minimum_os: MinimumOs,
@@ -130,7 +142,7 @@ enum Float {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum MinimumOs {
+pub(super) enum MinimumOs {
     /// iOS 16, macOS 13
     Ios16,
     /// iOS 17, macOS 14
@@ -139,6 +151,17 @@ enum MinimumOs {
     Ios18,
     /// iOS 26, macOS 26
     Ios26,
+}
+
+impl MinimumOs {
+    pub(super) fn opset(self) -> Opset {
+        match self {
+            MinimumOs::Ios16 => Opset::Ios16,
+            MinimumOs::Ios17 => Opset::Ios17,
+            MinimumOs::Ios18 => Opset::Ios18,
+            MinimumOs::Ios26 => Opset::Ios26,
+        }
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -157,16 +180,6 @@ enum HeadOutputs {
     Joined,
     /// An output a piece, `logits_1of3` and so on, which the host joins
     Split,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Target {
-    /// The Neural Engine
-    Ane,
-    /// The GPU
-    Gpu,
-    /// Any of them
-    All,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -223,6 +236,11 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     checkpoint.notes.iter().for_each(ui::note);
     let model_type = args.model_type.as_deref().map_or_else(|| checkpoint.config.model_type(), Ok)?;
     let plan = plan(args, &checkpoint)?;
+    let policy = args
+        .quantize
+        .as_deref()
+        .map(|text| compress::policy(Some(text), args.how.target, plan.opset))
+        .transpose()?;
     let parts = models::build(&checkpoint, &plan, model_type)?;
     let several = parts.len() > 1;
     let output = output.map(|o| if several { folder(o) } else { Ok(with_extension(o)) }).transpose()?;
@@ -239,6 +257,12 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     for mut part in parts {
         part.notes.iter().for_each(ui::note);
         passes::tidy(&mut part.program)?;
+        // Weights are read through the checkpoint, which refuses what is no number.
+        let options = quant::Options { trusted: true, ..args.how.options() };
+        let report = match &policy {
+            Some(policy) => Some(quant::apply(&mut part.program, policy, options).at(&part.stem)?),
+            None => None,
+        };
         let Part { stem, program, docs, contract, .. } = part;
         let checked = graph::check(program)?;
         graph::problems(checked.program()).iter().for_each(ui::note);
@@ -248,12 +272,22 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             summary["experts"] = json!(mixture.map(|m| m.json()));
         }
         count_ops(&mut summary, &checked, &stem, several);
-        ready.push((stem, checked, interface));
+        ready.push(Ready { stem, checked, interface, report });
     }
+    let reports: Vec<(String, &Report)> = ready
+        .iter()
+        .filter_map(|r| Some((if several { r.stem.clone() } else { String::new() }, r.report.as_ref()?)))
+        .collect();
+    if let Some(policy) = &policy {
+        policy.refuse_unused(reports.iter().map(|(_, r)| r.used.as_slice()))?;
+    }
+    let mut notes: Vec<&String> = reports.iter().flat_map(|(_, r)| &r.notes).collect();
+    notes.dedup();
+    notes.iter().for_each(ui::note);
     if let (Some(output), false) = (&output, args.dry_run) {
         let (model, weights) = write(output, &ready, several, args.force)?;
         if !args.no_tokenizer
-            && let Some(folder) = copy_beside(&checkpoint, output, args.force)?
+            && let Some(folder) = copy_beside(&checkpoint.dir, output, args.force)?
         {
             summary["tokenizer"] = json!(folder.display().to_string());
         }
@@ -261,9 +295,19 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         summary["weight_bytes"] = json!(weights);
         summary["output"] = json!(output.display().to_string());
     }
+    if !reports.is_empty() {
+        let each = reports.iter().map(|(stem, r)| (stem.clone(), r.json()));
+        summary["quantization"] = match (several, reports.as_slice()) {
+            (false, [(_, report)]) => report.json(),
+            _ => json!(each.collect::<BTreeMap<_, _>>()),
+        };
+    }
     summary["seconds"] = json!(start.elapsed().as_secs_f64());
     if !args.json {
         ui::talk(tell(&summary));
+        if !reports.is_empty() {
+            ui::talk(compress::summary(&reports));
+        }
     }
     let answer = match (&output, args.validate && !args.dry_run) {
         (Some(output), true) => {
@@ -295,12 +339,7 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
             Float::Fp16 => DType::F16,
             Float::Fp32 => DType::F32,
         },
-        opset: match args.minimum_os {
-            MinimumOs::Ios16 => Opset::Ios16,
-            MinimumOs::Ios17 => Opset::Ios17,
-            MinimumOs::Ios18 => Opset::Ios18,
-            MinimumOs::Ios26 => Opset::Ios26,
-        },
+        opset: args.minimum_os.opset(),
         chunks: Chunks {
             contexts: args.context_length.clone(),
             // A short context is prefilled in chunks that fit it.
@@ -319,7 +358,7 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
                 CacheUpdate::Mask => Update::Blend,
             },
             parts: args.parts.map_or(Parts::Below(args.max_part_size), Parts::Count),
-            attention: args.attention.settled(args.target == Target::Gpu),
+            attention: args.attention.settled(args.how.target == Target::Gpu),
             buckets: args.buckets.clone(),
             max_ops: args.max_ops,
         },
@@ -327,7 +366,7 @@ fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {
 }
 
 /// Any extension but `.mlpackage` is refused before anything is read.
-fn refuse_extension(output: &Path) -> Result<()> {
+pub(super) fn refuse_extension(output: &Path) -> Result<()> {
     match output.extension().map(|e| e.to_str()) {
         Some(Some("mlpackage")) => Ok(()),
         None if output.file_name().is_some() => Ok(()),
@@ -337,7 +376,7 @@ fn refuse_extension(output: &Path) -> Result<()> {
     }
 }
 
-fn with_extension(output: PathBuf) -> PathBuf {
+pub(super) fn with_extension(output: PathBuf) -> PathBuf {
     if output.extension().is_some() { output } else { output.with_added_extension("mlpackage") }
 }
 
@@ -349,16 +388,30 @@ fn folder(output: PathBuf) -> Result<PathBuf> {
     Ok(output)
 }
 
+/// One package, ready to be written.
+struct Ready {
+    stem: String,
+    checked: Checked,
+    interface: Interface,
+    report: Option<Report>,
+}
+
+impl Ready {
+    fn save(&self, path: &Path, force: bool) -> Result<(u64, u64)> {
+        let late = || {
+            let said = self.report.as_ref().and_then(Report::metadata);
+            said.into_iter().map(|said| (QUANTIZATION.to_string(), said)).collect()
+        };
+        let options = Save { force, from: None, late: Some(&late) };
+        let saved = package::save(path, &self.checked, &self.interface, options)?;
+        Ok((saved.model_bytes, saved.weight_bytes))
+    }
+}
+
 /// Writes one package, or a folder of them in one rename; gives the bytes of models and weights.
-fn write(
-    output: &Path,
-    ready: &[(String, Checked, Interface)],
-    several: bool,
-    force: bool,
-) -> Result<(u64, u64)> {
-    if let ([(_, checked, interface)], false) = (ready, several) {
-        let saved = package::save(output, checked, interface, Save { force, from: None })?;
-        return Ok((saved.model_bytes, saved.weight_bytes));
+fn write(output: &Path, ready: &[Ready], several: bool, force: bool) -> Result<(u64, u64)> {
+    if let ([one], false) = (ready, several) {
+        return one.save(output, force);
     }
     let parent = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let beside =
@@ -366,11 +419,10 @@ fn write(
     let new = beside.path().join("new");
     std::fs::create_dir(&new).map_err(|e| io(&new, &e))?;
     let (mut model, mut weights) = (0, 0);
-    for (stem, checked, interface) in ready {
-        let path = new.join(format!("{stem}.mlpackage"));
-        let saved = package::save(&path, checked, interface, Save::default())?;
-        model += saved.model_bytes;
-        weights += saved.weight_bytes;
+    for one in ready {
+        let saved = one.save(&new.join(format!("{}.mlpackage", one.stem)), false)?;
+        model += saved.0;
+        weights += saved.1;
     }
     if output.symlink_metadata().is_ok() {
         let old = beside.path().join("old");
@@ -380,7 +432,7 @@ fn write(
     Ok((model, weights))
 }
 
-fn refuse_place(output: &Path, force: bool) -> Result<()> {
+pub(super) fn refuse_place(output: &Path, force: bool) -> Result<()> {
     let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if !folder.is_dir() {
         bail!("{}: there is no such folder to write to", folder.display(); hint: "make it first");
@@ -443,12 +495,12 @@ fn sha256(path: &Path) -> Result<String> {
 }
 
 /// Copies tokenizer and config into a folder named as the package, without its extension, and says which.
-fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<Option<PathBuf>> {
+pub(super) fn copy_beside(from: &Path, output: &Path, force: bool) -> Result<Option<PathBuf>> {
     // Parts have the tokenizer among them.
     let inside = output.extension().is_none();
     let folder = output.with_extension("");
-    let files = tokenizer_files(&checkpoint.dir);
-    if files.is_empty() || folder.canonicalize().ok() == checkpoint.dir.canonicalize().ok() {
+    let files = tokenizer_files(from);
+    if files.is_empty() || folder.canonicalize().ok() == from.canonicalize().ok() {
         return Ok(None);
     }
     let kept = match folder.symlink_metadata() {

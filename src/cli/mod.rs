@@ -4,10 +4,12 @@
 
 mod attention;
 mod choices;
+mod compress;
 mod convert;
 mod generate;
 mod inspect;
 mod layers;
+mod quantize;
 mod run;
 mod sample;
 mod session;
@@ -37,6 +39,8 @@ struct Cli {
 enum Command {
     /// Turn a Hugging Face checkpoint into a Core ML package
     Convert(convert::Args),
+    /// Compress the weights of a package, or make them dense again
+    Quantize(quantize::Args),
     /// Show what a package is: interface, states, weights, ops
     Inspect(inspect::Args),
     /// Run a package and compare it with an independent reference
@@ -55,6 +59,7 @@ enum Answer {
 pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Convert(args) => convert::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Validate(args) => validate::run(&args),
         Command::Run(args) => run::run(&args),

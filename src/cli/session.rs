@@ -216,6 +216,10 @@ impl Model {
         Ok(None)
     }
 
+    pub(super) fn packages(&self) -> &[Package] {
+        &self.packages
+    }
+
     /// The last part's program, which gives the logits.
     pub(super) fn program(&self) -> &crate::mil::Program {
         &self.packages[self.packages.len() - 1].program

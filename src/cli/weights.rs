@@ -1,7 +1,7 @@
 //! Weights of a package: a list, and one of them decoded to `.npy`.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     path::Path,
 };
 
@@ -18,19 +18,20 @@ use crate::{
 pub(super) fn table(program: &Program) -> String {
     let mut rows = vec![["name", "type", "stored as", "bits/weight", "bytes"].map(String::from).to_vec()];
     for function in program.functions.values() {
-        for (id, op) in weights(function) {
-            let ty = function.ty(id);
-            let stored: Vec<&crate::mil::Weight> = blobs(op).collect();
-            let bytes: usize = stored.iter().filter_map(|w| w.dtype.packed_len(w.count())).sum();
-            let forms: Vec<String> = stored.iter().map(|w| w.ty().to_string()).collect();
+        for stored in weights(function) {
+            let ty = function.ty(stored.id);
+            let bytes: usize = stored.blobs.iter().filter_map(|w| w.dtype.packed_len(w.count())).sum();
+            let forms: Vec<String> = stored.blobs.iter().map(|w| w.ty().to_string()).collect();
             let count = ty.as_tensor().and_then(|t| t.count()).unwrap_or(0).max(1);
             #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
             let bits = bytes as f64 * 8.0 / count as f64;
-            let kind = op.kind.trim_start_matches("constexpr_");
-            let form =
-                if op.kind == "const" { forms.join(" + ") } else { format!("{kind}: {}", forms.join(" + ")) };
+            let kinds: Vec<&str> = stored.kinds.iter().map(|k| k.trim_start_matches("constexpr_")).collect();
+            let form = match kinds.as_slice() {
+                ["const"] => forms.join(" + "),
+                kinds => format!("{}: {}", kinds.join(", "), forms.join(" + ")),
+            };
             rows.push(vec![
-                function.name(id).into(),
+                function.name(stored.id).into(),
                 ty.to_string(),
                 form,
                 format!("{bits:.2}"),
@@ -44,8 +45,8 @@ pub(super) fn table(program: &Program) -> String {
 /// Decodes one weight, whatever it is stored as, to fp32 or integers.
 pub(super) fn dump(program: &Program, name: &str, file: &Path) -> Result<()> {
     let found = program.functions.values().find_map(|f| {
-        let (id, _) = weights(f).into_iter().find(|(id, _)| f.name(*id) == name)?;
-        Some((f, id))
+        let stored = weights(f).into_iter().find(|w| f.name(w.id) == name)?;
+        Some((f, stored.id))
     });
     let Some((function, id)) = found else {
         bail!("there is no weight `{name}`"; hint: "`silane inspect PACKAGE --weights` lists them");
@@ -98,15 +99,57 @@ fn value_of(arg: &Arg) -> Option<ValueId> {
     }
 }
 
-/// Results of ops that hold weight blobs.
-fn weights(function: &Function) -> Vec<(ValueId, &Op)> {
-    let mut found = Vec::new();
+/// A weight as the program has it.
+struct Stored<'a> {
+    id: ValueId,
+    /// The ops that make it, the last one first.
+    kinds: Vec<&'a str>,
+    blobs: Vec<&'a crate::mil::Weight>,
+}
+
+/// What const and constexpr ops make of weight blobs. What only another constexpr op reads is a piece of
+/// its result.
+fn weights(function: &Function) -> Vec<Stored<'_>> {
+    let mut pieces = HashMap::new();
+    let mut read = HashSet::new();
+    let mut found: Vec<Stored<'_>> = Vec::new();
     function.body.walk(&mut |op| {
-        if let (Some(id), true) = (op.outputs.last(), blobs(op).next().is_some()) {
-            found.push((*id, op));
+        if !is_constant(&op.kind) {
+            read.extend(op.args().filter_map(value_of));
+            read.extend(op.blocks.iter().flat_map(|b| &b.outputs));
+            return;
+        }
+        let mut kinds = vec![op.kind.as_str()];
+        let mut held: Vec<&crate::mil::Weight> = blobs(op).collect();
+        // Both results of a sparse op are pieces of the same weight.
+        let mut makers: Vec<usize> =
+            op.args().filter_map(value_of).filter_map(|id| pieces.get(&id).copied()).collect();
+        makers.sort_unstable();
+        makers.dedup();
+        for i in makers {
+            kinds.extend(&found[i].kinds);
+            held.extend(&found[i].blobs);
+        }
+        if let (Some(id), false) = (op.outputs.last(), held.is_empty()) {
+            pieces.extend(op.outputs.iter().map(|id| (*id, found.len())));
+            found.push(Stored { id: *id, kinds, blobs: held });
         }
     });
+    read.extend(&function.body.outputs);
+    let fed: HashSet<ValueId> = fed(function);
+    found.retain(|w| read.contains(&w.id) || !fed.contains(&w.id));
     found
+}
+
+/// Values that constexpr ops read.
+fn fed(function: &Function) -> HashSet<ValueId> {
+    let mut fed = HashSet::new();
+    function.body.walk(&mut |op| {
+        if op.kind.starts_with("constexpr_") {
+            fed.extend(op.args().filter_map(value_of));
+        }
+    });
+    fed
 }
 
 fn blobs(op: &Op) -> impl Iterator<Item = &crate::mil::Weight> {

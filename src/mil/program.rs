@@ -100,6 +100,16 @@ impl Block {
         }
     }
 
+    /// Calls `f` on the block and on the blocks inside it.
+    pub fn walk_blocks(&mut self, f: &mut impl FnMut(&mut Block)) {
+        f(self);
+        for op in &mut self.ops {
+            for b in &mut op.blocks {
+                b.walk_blocks(f);
+            }
+        }
+    }
+
     pub fn walk_mut(&mut self, f: &mut impl FnMut(&mut Op)) {
         for op in &mut self.ops {
             f(op);

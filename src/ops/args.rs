@@ -222,7 +222,7 @@ fn count(ty: &Type) -> u64 {
 }
 
 /// An axis counted from the front, from one that may count from the back.
-pub(crate) fn axis(axis: i64, rank: usize) -> Result<usize> {
+pub fn axis(axis: i64, rank: usize) -> Result<usize> {
     let at = if axis < 0 { axis + i64::try_from(rank).unwrap_or(i64::MAX) } else { axis };
     match usize::try_from(at) {
         Ok(a) if a < rank => Ok(a),

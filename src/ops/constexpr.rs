@@ -259,16 +259,30 @@ fn blocks_of(a: &Args<'_>, data: &[Dim]) -> Result<()> {
 fn shift_scale(data: &Tensor, c: &Call<'_>) -> Result<Tensor> {
     let scale = c.tensor("scale")?;
     let blocks = blocks(data.dims(), scale.dims())?;
-    let pairs = |block: &dyn Fn(usize) -> usize| -> Vec<usize> {
-        scale.dims().iter().enumerate().flat_map(|(i, s)| [*s, block(i)]).collect()
-    };
-    let one_each = pairs(&|_| 1);
-    let mut t = data.to_dtype(candle_core::DType::F32)?.reshape(pairs(&|i| blocks[i]))?;
+    let (all, one_each) = interleaved(scale.dims(), &blocks)?;
+    let mut t = data.to_dtype(candle_core::DType::F32)?.reshape(all)?;
     if c.has("offset") {
         let offset = c.tensor("offset")?.to_dtype(candle_core::DType::F32)?;
         t = t.broadcast_sub(&offset.reshape(one_each.as_slice())?)?;
     }
     Ok(t.broadcast_mul(&scale.reshape(one_each)?)?.reshape(data.dims())?)
+}
+
+/// The sizes of a tensor with groups and the elements of a group apart, and those sizes with one element a
+/// group. Neighbours of a kind are joined, since tensors have eight axes at most.
+fn interleaved(groups: &[usize], sizes: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
+    let mut axes: Vec<(usize, bool)> = Vec::new();
+    for (size, group) in groups.iter().zip(sizes).flat_map(|(g, s)| [(*g, true), (*s, false)]) {
+        match axes.last_mut() {
+            Some((last, kind)) if *kind == group => *last *= size,
+            _ if size == 1 => {}
+            _ => axes.push((size, group)),
+        }
+    }
+    if axes.len() > 8 {
+        bail!("groups {} on so many axes cannot be computed here", shape_text(groups));
+    }
+    Ok(axes.into_iter().map(|(size, group)| (size, if group { size } else { 1 })).unzip())
 }
 
 /// How a look-up table fits its indices.
@@ -307,11 +321,10 @@ fn look_up(indices: &Tensor, lut: &Tensor, vector_axis: Option<i64>) -> Result<T
     }
     let tables: usize = palette.groups.iter().product();
     let starts: Vec<i64> = (0..tables).filter_map(|t| i64::try_from(t * palette.entries).ok()).collect();
-    let pairs = |size: &dyn Fn(usize, usize) -> usize| -> Vec<usize> {
-        palette.groups.iter().enumerate().flat_map(|(i, g)| [*g, size(i, *g)]).collect()
-    };
-    let starts = Tensor::from_vec(starts, pairs(&|_, _| 1), lut.device())?;
-    let ids = codes.reshape(pairs(&|i, g| indices.dims()[i] / g))?.broadcast_add(&starts)?.flatten_all()?;
+    let sizes: Vec<usize> = indices.dims().iter().zip(&palette.groups).map(|(i, g)| i / g).collect();
+    let (all, one_each) = interleaved(&palette.groups, &sizes)?;
+    let starts = Tensor::from_vec(starts, one_each, lut.device())?;
+    let ids = codes.reshape(all)?.broadcast_add(&starts)?.flatten_all()?;
     let found =
         lut.reshape((tables * palette.entries, palette.vector))?.contiguous()?.index_select(&ids, 0)?;
     if palette.vector == 1 {

@@ -29,7 +29,7 @@ mod value;
 
 use std::{collections::HashMap, fmt, sync::LazyLock};
 
-pub use args::{Args, Known, Scope};
+pub use args::{Args, Known, Scope, axis as axis_of};
 use candle_core::Tensor;
 pub use value::{Call, Val, one};
 

@@ -25,13 +25,15 @@ use crate::{
     ops::Opset,
 };
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Clone, Copy, Default)]
 pub struct Save<'a> {
     /// Replaces what is there.
     pub force: bool,
     /// The package that is being rewritten: it must be rewritable and somewhere else, and the items of
     /// its manifest that are neither model nor weights are taken along.
     pub from: Option<&'a Package>,
+    /// User-defined metadata that is known only once the weights are written.
+    pub late: Option<&'a dyn Fn() -> BTreeMap<String, String>>,
 }
 
 /// What was written.
@@ -57,7 +59,7 @@ pub fn save(path: &Path, program: &Checked, interface: &Interface, options: Save
         .map_err(|e| error::io(parent, &e))
         .hint(|| format!("`{}` must be a directory that can be written to", parent.display()))?;
     let mut draft = Draft { dir: beside.path().join("new"), saved: Saved::new(path, spec_version) };
-    draft.write(program, interface, options.from).map_err(|e| out_of_space(e, path, program))?;
+    draft.write(program, interface, options).map_err(|e| out_of_space(e, path, program))?;
     move_into_place(&draft.dir, path, &beside.path().join("old"))?;
     Ok(draft.saved)
 }
@@ -75,10 +77,10 @@ impl Saved {
 }
 
 impl Draft {
-    fn write(&mut self, program: &Program, interface: &Interface, from: Option<&Package>) -> Result<()> {
+    fn write(&mut self, program: &Program, interface: &Interface, options: Save<'_>) -> Result<()> {
         let data = self.dir.join("Data").join(AUTHOR);
         fs::create_dir_all(&data).map_err(|e| disk_error(&data, &e))?;
-        let mut manifest = match from.and_then(|p| p.manifest.as_ref().map(|m| (p, m))) {
+        let mut manifest = match options.from.and_then(|p| p.manifest.as_ref().map(|m| (p, m))) {
             Some((package, manifest)) => self.take_along(package, manifest)?,
             None => Manifest { root: String::new(), items: Default::default(), other: Default::default() },
         };
@@ -93,7 +95,11 @@ impl Draft {
             let item = Item::new(&format!("{AUTHOR}/{WEIGHTS}"), WEIGHTS, "CoreML Model Weights");
             manifest.items.insert(manifest::identifier(&digest), item);
         }
-        let model = message(interface, encoded, self.saved.spec_version).encode_to_vec();
+        let mut interface = interface.clone();
+        if let Some(late) = options.late {
+            interface.metadata.user_defined.extend(late());
+        }
+        let model = message(&interface, encoded, self.saved.spec_version).encode_to_vec();
         if i32::try_from(model.len()).is_err() {
             bail!("the model without its weights takes {} bytes, 2147483647 are possible", model.len());
         }

@@ -4,6 +4,7 @@ mod convert;
 mod gemma;
 mod inspect;
 mod language;
+mod quantize;
 mod run;
 mod talk;
 mod validate;
@@ -169,6 +170,7 @@ fn without_a_command_there_is_help() {
         stderr: 
         stderr: Commands:
         stderr:   convert   Turn a Hugging Face checkpoint into a Core ML package
+        stderr:   quantize  Compress the weights of a package, or make them dense again
         stderr:   inspect   Show what a package is: interface, states, weights, ops
         stderr:   validate  Run a package and compare it with an independent reference
         stderr:   run       Run a package: text or tensors in, results out
@@ -187,6 +189,7 @@ fn without_a_command_there_is_help() {
 
         Commands:
           convert   Turn a Hugging Face checkpoint into a Core ML package
+          quantize  Compress the weights of a package, or make them dense again
           inspect   Show what a package is: interface, states, weights, ops
           validate  Run a package and compare it with an independent reference
           run       Run a package: text or tensors in, results out
@@ -212,7 +215,7 @@ fn without_a_command_there_is_help() {
 #[test]
 fn help_is_complete() {
     let bench = Bench::new();
-    for command in ["convert", "inspect", "validate", "run"] {
+    for command in ["convert", "quantize", "inspect", "validate", "run"] {
         let ran = bench.run(&[command, "--help"]);
         assert_eq!((ran.code, ran.err.as_str()), (0, ""));
         assert!(ran.out.contains("Examples:\n  silane"), "{command} has no examples");

@@ -11,5 +11,7 @@ mod interp;
 mod models;
 mod ops;
 mod package;
+mod quant;
+mod quantize;
 mod reference;
 mod tidy;

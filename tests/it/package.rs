@@ -278,7 +278,7 @@ fn targets_are_refused_before_anything_is_written() {
     let package = open_program(&link).unwrap();
     let write = |path: &Path, force| {
         let checked = check(package.program.clone()).unwrap();
-        save(path, &checked, &package.interface, Save { force, from: Some(&package) })
+        save(path, &checked, &package.interface, Save { force, from: Some(&package), ..Save::default() })
     };
     for (name, force, says) in [
         ("out.mlmodel", false, "written as packages"),

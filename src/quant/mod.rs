@@ -1,0 +1,39 @@
+//! Quantization: weights of a program are compressed, whoever made it.
+//!
+//! A [`Policy`] says which weight gets which scheme, a [`Target`] which schemes are worth it, and [`apply`]
+//! puts constexpr ops in the places of constants. Weights are encoded only while they are written, one at
+//! a time, on all cores; [`encode`] is what is done to each.
+
+mod apply;
+mod cell;
+mod content;
+mod dense;
+pub mod encoded;
+mod forms;
+mod fp16;
+pub mod grid;
+mod guard;
+mod histogram;
+mod kmeans;
+pub mod layout;
+mod linear;
+mod pack;
+mod palette;
+pub mod policy;
+mod raise;
+mod report;
+pub mod scheme;
+pub mod sparse;
+mod uses;
+mod vectors;
+
+pub use apply::{Options, apply};
+pub use cell::Quality;
+pub use dense::decompress;
+pub use encoded::{Encoded, Stats, encode};
+pub use guard::Target;
+pub use layout::Layout;
+pub use policy::{Policy, Rule};
+pub use raise::raise;
+pub use report::{Entry, Report, Skipped, Total, decibels};
+pub use scheme::Scheme;

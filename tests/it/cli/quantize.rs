@@ -1,0 +1,345 @@
+//! `silane quantize`, and `convert --quantize`.
+
+use std::fs;
+
+use expect_test::expect;
+use serde_json::json;
+use silane::package::{Save, open_program, save};
+
+use super::{Bench, files, models::Model};
+
+#[test]
+fn a_report_is_told() {
+    let bench = Bench::with_models(&["rxn-albert-mlm"]);
+    let args = ["convert", "rxn-albert-mlm", "-o", "a.mlpackage", "--sequence-length", "16"];
+    assert_eq!(bench.run(&args).code, 0);
+    fs::write(
+        bench.path("recipe.toml"),
+        "default = \"lut4:g16\"\n\n[[rule]]\nop = \"gather\"\nscheme = \"int8\"\n\n[[rule]]\nweight = \"*decoder*\"\nscheme = \"fp16\"\n",
+    )
+    .unwrap();
+    expect![[r#"
+        $ silane quantize a.mlpackage -o q.mlpackage --scheme recipe.toml
+        weight                                                                       shape             scheme    bits/weight  SQNR dB  max error
+        albert_embeddings_word_embeddings_x                                          [591, 128]        int8             8.12     43.6    1.03e-2
+        albert_encoder_embedding_hidden_mapping_in_weight                            [256, 128, 1, 1]  lut4:g16         4.12     20.1    1.25e-1
+        albert_encoder_albert_layer_groups_0_albert_layers_0_attention_query_weight  [256, 256, 1, 1]  lut4:g16         4.06     20.3    2.24e-2
+        albert_encoder_albert_layer_groups_0_albert_layers_0_attention_key_weight    [256, 256, 1, 1]  lut4:g16         4.06     20.1    1.56e-1
+        albert_encoder_albert_layer_groups_0_albert_layers_0_attention_value_weight  [256, 256, 1, 1]  lut4:g16         4.06     20.2    1.16e-1
+        albert_encoder_albert_layer_groups_0_albert_layers_0_attention_dense_weight  [256, 256, 1, 1]  lut4:g16         4.06     19.6    1.24e-1
+        albert_encoder_albert_layer_groups_0_albert_layers_0_ffn_weight              [512, 256, 1, 1]  lut4:g16         4.06     19.9    1.61e-1
+        albert_encoder_albert_layer_groups_0_albert_layers_0_ffn_output_weight       [256, 512, 1, 1]  lut4:g16         4.03     19.6    2.77e-1
+        predictions_dense_weight                                                     [128, 256, 1, 1]  lut4:g16         4.06     19.9    1.89e-1
+        stderr:   quantized 9 weights, 665,472 elements, to 4.52 bits; SQNR 21.0 dB, at worst 19.6 (`albert_encoder_albert_layer_groups_0_albert_layers_0_ffn_output_weight`)
+        stderr:   left as they are:
+        stderr:     1 constant of 75,648 elements: left as it is, by rule 2
+        stderr:     5 constants of 2,816 elements: `y` of add, which is no weight
+        stderr:     9 constants of 2,767 elements: `bias` of conv, which is no weight
+        stderr:     4 constants of 768 elements: `y` of mul, which is no weight
+        stderr:   weights 1.3 MB → 540.1 kB, 16.00 → 6.43 bits each
+        stderr:   wrote q.mlpackage: 828.8 kB, of which weights 542.6 kB, in … s
+        stderr:   tokenizer and config are in q
+        [exit 0]
+
+        $ silane quantize q.mlpackage -o dense.mlpackage --decompress
+        stderr:   wrote dense.mlpackage: 1.8 MB, of which weights 1.5 MB, in … s
+        stderr:   tokenizer and config are in dense
+        [exit 0]
+
+        $ silane validate q.mlpackage --reference rxn-albert-mlm
+        PASS logits: max error …; wanted at least 11.1 dB, as its weights are quantized
+             KL divergence …
+        [exit 0]
+
+    "#]].assert_eq(&bench.transcript(&[
+        "quantize a.mlpackage -o q.mlpackage --scheme recipe.toml",
+        "quantize q.mlpackage -o dense.mlpackage --decompress",
+        "validate q.mlpackage --reference rxn-albert-mlm",
+    ]));
+}
+
+#[test]
+fn what_cannot_be_done_is_refused() {
+    let bench = Bench::with_packages(&[
+        "conv_ios16.mlpackage",
+        "fp32_ios15.mlpackage",
+        "identity.mlmodel",
+        "lut6_ios18.mlpackage",
+        "milc_int8_enumerated.mlpackage",
+        "sentiment_pipeline.mlmodel",
+        "silero_vad_compiled.mlmodelc",
+    ]);
+    fs::write(bench.path("none.toml"), "default = \"lut4\"\n[[rule]]\nop = \"lstm\"\nscheme = \"int8\"\n")
+        .unwrap();
+    fs::write(bench.path("odd.toml"), "default = \"lut5\"\n").unwrap();
+    let before = bench.files();
+    expect![[r#"
+        $ silane quantize identity.mlmodel -o o.mlpackage
+        stderr: error: identity.mlmodel: a neural network of 1 layer (`neuralNetwork`), not an ML Program
+        stderr:   hint: convert the original model to an ML Program, iOS 15 and later
+        [exit 2]
+
+        $ silane quantize sentiment_pipeline.mlmodel -o o.mlpackage
+        stderr: error: sentiment_pipeline.mlmodel: a pipeline of 2 models (pipeline, glmClassifier), not an ML Program
+        stderr:   hint: `inspect` lists the models in it
+        [exit 2]
+
+        $ silane quantize silero_vad_compiled.mlmodelc -o o.mlpackage
+        stderr: error: silero_vad_compiled.mlmodelc: a compiled bundle (`.mlmodelc`), not an ML Program
+        stderr:   hint: open the package it was compiled from; a bundle cannot be turned back
+        [exit 2]
+
+        $ silane quantize milc_int8_enumerated.mlpackage -o o.mlpackage
+        stderr: error: milc_int8_enumerated.mlpackage/Data/com.apple.CoreML/model.mlmodel: field 16 of `Metadata` is not known here; a rewritten package would lose that
+        stderr:   hint: it can be inspected, validated and run
+        [exit 2]
+
+        $ silane quantize conv_ios16.mlpackage -o o.mlpackage --scheme int8
+        stderr: error: conv_ios16.mlpackage: there is no weight to quantize
+        stderr:   hint: left as they are:
+        stderr:     3 constants of 176 elements: fewer than 2048 elements
+        stderr:     1 constant of 4 elements: `bias` of conv, which is no weight
+        [exit 2]
+
+        $ silane quantize conv_ios16.mlpackage -o o.mlpackage --scheme lut4:g16 --smallest 1
+        stderr: error: conv_ios16.mlpackage: `lut4:g16` needs CoreML8 (iOS 18, macOS 15), the program is for CoreML6 (iOS 16, macOS 13), which has `int8`, `uint8`, `lut1`, `lut2`, `lut4`, `lut6`, `lut8` and `sparseN`
+        stderr:   hint: `--minimum-os ios18` raises the program
+        [exit 2]
+
+        $ silane quantize fp32_ios15.mlpackage -o o.mlpackage --scheme int8
+        stderr: error: fp32_ios15.mlpackage: `int8` needs CoreML6 (iOS 16, macOS 13), the program is for CoreML5 (iOS 15, macOS 12), which has none of the compressed forms
+        stderr:   hint: `--minimum-os ios16` raises the program
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme int4:b32
+        stderr: error: lut6_ios18.mlpackage: `int4:b32` on target `ane`: the Neural Engine takes scales per tensor and per output channel; with blocks it has been seen to fail, to fall back, and to compute something else
+        stderr:   hint: `int8` has a scale per channel, `lut4:g16` has four bits; `--target gpu` and `--allow-slow` take it all the same
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme int9
+        stderr: error: `int9` is no scheme
+        stderr:   hint: fp16; int8, uint8, int4, uint4 with `:o`, `:s`, `:t`, `:bN`; lut1, 2, 3, 4, 6, 8 with `:gN`, `:gNi`, `:v2`, `:v4`, `:i8`, `:exact`; sparseP, N:M, alone or before `+`
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme w8a8
+        stderr: error: `w8a8`: activations stay fp16, to quantize them a calibration is needed, which is not there yet
+        stderr:   hint: `int8` compresses the weights
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme odd.toml
+        stderr: error: odd.toml: default: `lut5` has indices of 5 bits, Core ML has 1, 2, 3, 4, 6 and 8
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme none.toml
+        stderr: error: rule 1 of the recipe, op `lstm`, fits no weight
+        stderr:   hint: `silane inspect PACKAGE --weights` lists the names; the kinds of ops are `conv`, `linear`, `matmul`, `gather` and so on
+        [exit 2]
+
+        $ silane quantize conv_ios16.mlpackage -o o.mlpackage --decompress
+        stderr: error: conv_ios16.mlpackage: no weight is compressed
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o lut6_ios18.mlpackage --force --recompress --smallest 1
+        stderr: error: lut6_ios18.mlpackage is the package that is being read
+        stderr:   hint: write to another place
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o conv_ios16.mlpackage
+        stderr: error: conv_ios16.mlpackage: exists already
+        stderr:   hint: `--force` replaces it
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlmodel
+        stderr: error: o.mlmodel: the output is a package
+        stderr:   hint: give it the extension `.mlpackage`
+        [exit 2]
+
+    "#]].assert_eq(&bench.transcript(&[
+        "quantize identity.mlmodel -o o.mlpackage",
+        "quantize sentiment_pipeline.mlmodel -o o.mlpackage",
+        "quantize silero_vad_compiled.mlmodelc -o o.mlpackage",
+        "quantize milc_int8_enumerated.mlpackage -o o.mlpackage",
+        "quantize conv_ios16.mlpackage -o o.mlpackage --scheme int8",
+        "quantize conv_ios16.mlpackage -o o.mlpackage --scheme lut4:g16 --smallest 1",
+        "quantize fp32_ios15.mlpackage -o o.mlpackage --scheme int8",
+        "quantize lut6_ios18.mlpackage -o o.mlpackage --scheme int4:b32",
+        "quantize lut6_ios18.mlpackage -o o.mlpackage --scheme int9",
+        "quantize lut6_ios18.mlpackage -o o.mlpackage --scheme w8a8",
+        "quantize lut6_ios18.mlpackage -o o.mlpackage --scheme odd.toml",
+        "quantize lut6_ios18.mlpackage -o o.mlpackage --scheme none.toml",
+        "quantize conv_ios16.mlpackage -o o.mlpackage --decompress",
+        "quantize lut6_ios18.mlpackage -o lut6_ios18.mlpackage --force --recompress --smallest 1",
+        "quantize lut6_ios18.mlpackage -o conv_ios16.mlpackage",
+        "quantize lut6_ios18.mlpackage -o o.mlmodel",
+    ]));
+    assert_eq!(bench.files(), before);
+}
+
+#[test]
+fn json_is_the_only_thing_on_stdout() {
+    let bench = Bench::with_packages(&["multifunction_state_ios18.mlpackage"]);
+    let args = ["quantize", "multifunction_state_ios18.mlpackage", "-o", "q.mlpackage", "--scheme", "int8"];
+    let more = ["--smallest", "16", "--json", "--save-recipe", "used.toml"];
+    let ran = bench.run(&[args.as_slice(), &more].concat());
+    assert_eq!((ran.code, ran.err.as_str()), (0, ""));
+    let said = ran.json();
+    assert_eq!(said["output"], "q.mlpackage");
+    assert_eq!(said["recipe"], "default = \"int8\"\nsmallest = 16\n");
+    for tensor in said["tensors"].as_array().unwrap() {
+        assert_eq!(tensor["scheme"], "int8");
+        assert!(tensor["sqnr_db"].as_f64().unwrap() > 30.0 && tensor["max_error"].as_f64().unwrap() > 0.0);
+        // Both functions read each weight.
+        assert_eq!(tensor["functions"], json!(["decode", "prefill"]));
+    }
+    assert!(said["weight_bytes"]["after"].as_u64() < said["weight_bytes"]["before"].as_u64());
+    let recipe = fs::read_to_string(bench.path("used.toml")).unwrap();
+    assert_eq!(recipe, said["recipe"].as_str().unwrap());
+    let again =
+        ["quantize", "multifunction_state_ios18.mlpackage", "-o", "r.mlpackage", "--scheme", "used.toml"];
+    assert_eq!(bench.run(&again).code, 0);
+    assert_eq!(
+        files(&bench.path("q.mlpackage")).into_values().collect::<Vec<_>>(),
+        files(&bench.path("r.mlpackage")).into_values().collect::<Vec<_>>()
+    );
+}
+
+/// Author, licence, version, descriptions, user-defined keys and unknown items of the manifest.
+#[test]
+fn what_a_package_says_of_itself_is_kept() {
+    let bench = Bench::with_packages(&["lut6_ios18.mlpackage", "multifunction_state_ios18.mlpackage"]);
+    let mut package = open_program(&bench.path("multifunction_state_ios18.mlpackage")).unwrap();
+    let metadata = &mut package.interface.metadata;
+    metadata.author = "someone".into();
+    metadata.license = "free".into();
+    metadata.version = "3".into();
+    metadata.description = "of two functions".into();
+    metadata.user_defined.insert("my.key".into(), "my value".into());
+    for f in &mut package.interface.functions {
+        f.inputs.iter_mut().chain(&mut f.outputs).for_each(|i| i.description = format!("what {} is", i.name));
+    }
+    let checked = silane::graph::check(package.program.clone()).unwrap();
+    let full = bench.path("full.mlpackage");
+    save(&full, &checked, &package.interface, Save::default()).unwrap();
+    let manifest = fs::read_to_string(full.join("Manifest.json")).unwrap();
+    let item = "\"itemInfoEntries\": {\"F\": {\"author\": \"me\", \"description\": \"\", \"name\": \"extra\", \"path\": \"me/extra.json\", \"flag\": true},";
+    fs::write(full.join("Manifest.json"), manifest.replacen("\"itemInfoEntries\": {", item, 1)).unwrap();
+    fs::create_dir(full.join("Data/me")).unwrap();
+    fs::write(full.join("Data/me/extra.json"), "{}").unwrap();
+    let args = ["quantize", "full.mlpackage", "-o", "q.mlpackage", "--scheme", "lut4", "--smallest", "16"];
+    assert_eq!(bench.run(&args).code, 0);
+    let (before, after) = (open_program(&full).unwrap(), open_program(&bench.path("q.mlpackage")).unwrap());
+    let mut interface = after.interface.clone();
+    let said = interface.metadata.user_defined.remove("silane.quantization").unwrap();
+    assert_eq!(interface, before.interface);
+    assert!(said.contains("\"lut4\":{"), "{said}");
+    let (old, new) = (before.manifest.unwrap(), after.manifest.unwrap());
+    assert_eq!(new.items["F"], old.items["F"]);
+    assert_eq!(fs::read_to_string(bench.path("q.mlpackage/Data/me/extra.json")).unwrap(), "{}");
+    for id in new.items.keys().filter(|id| *id != "F") {
+        assert_eq!(uuid::Uuid::parse_str(id).unwrap().get_version_num(), 4);
+    }
+    // The same once more, made dense: nothing is said of schemes then.
+    let args = ["quantize", "q.mlpackage", "-o", "d.mlpackage", "--decompress"];
+    assert_eq!(bench.run(&args).code, 0);
+    assert_eq!(open_program(&bench.path("d.mlpackage")).unwrap().interface, before.interface);
+}
+
+/// Converted and compressed in one step or in two, on any number of threads: the same bytes.
+#[test]
+fn the_same_bytes_come_out_however_it_is_done() {
+    let bench = Bench::with_models(&["rxn-albert-mlm"]);
+    let run = |threads: &str, args: &[&str]| {
+        let done = bench.command(args).env("RAYON_NUM_THREADS", threads).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    };
+    for scheme in ["lut4:g8", "int8", "lut3", "sparse50"] {
+        let convert =
+            ["convert", "rxn-albert-mlm", "--sequence-length", "8", "--no-tokenizer", "--force", "-o"];
+        run("1", &[&convert[..], &["one.mlpackage", "--quantize", scheme]].concat());
+        run("2", &[&convert[..], &["two.mlpackage", "--quantize", scheme]].concat());
+        run("2", &[&convert[..], &["plain.mlpackage"]].concat());
+        run("3", &["quantize", "plain.mlpackage", "-o", "post.mlpackage", "--scheme", scheme, "--force"]);
+        let bytes = |name: &str| {
+            let at = bench.path(name).join("Data/com.apple.CoreML");
+            [fs::read(at.join("weights/weight.bin")).unwrap(), fs::read(at.join("model.mlmodel")).unwrap()]
+        };
+        assert!(bytes("one.mlpackage") == bytes("two.mlpackage"), "{scheme}: threads make a difference");
+        assert!(
+            bytes("one.mlpackage") == bytes("post.mlpackage"),
+            "{scheme}: quantizing later makes a difference"
+        );
+    }
+}
+
+/// Encoders and language models, whole and in parts, pass at the error that the bits allow.
+#[test]
+fn quantized_models_are_valid() {
+    for (name, scheme, more) in [
+        ("tiny/bert", "int8", &[][..]),
+        ("tiny/modernbert-mlm", "lut6:g16", &[]),
+        ("tiny/llama", "lut8", &["--context-length", "32", "--prefill-chunk", "8"]),
+        ("tiny/gemma3_text", "lut4:g8", &["--context-length", "32", "--prefill-chunk", "8", "--parts", "2"]),
+    ] {
+        let folder = name.rsplit('/').next().unwrap();
+        let bench = Bench::with_models(&[name]);
+        let args = ["convert", folder, "-o", "out", "--quantize", scheme, "--validate", "--json"];
+        let ran = bench.run(&[args.as_slice(), more].concat());
+        assert_eq!(ran.code, 0, "{name}: {}{}", ran.out, ran.err);
+        let said = ran.json();
+        assert_eq!(said["validation"]["pass"], true, "{name}");
+        let first = if more.contains(&"--parts") {
+            said["quantization"].as_object().unwrap().values().next()
+        } else {
+            Some(&said["quantization"])
+        };
+        assert!(first.unwrap()["tensors"].as_array().unwrap().len() > 1, "{name}");
+    }
+}
+
+/// A folder of parts is quantized as one, tokenizer and config are taken along.
+#[test]
+fn parts_are_quantized_together() {
+    let bench = Bench::with_models(&["tiny/llama"]);
+    let convert =
+        ["convert", "llama", "-o", "parts", "--parts", "2", "--context-length", "32", "--prefill-chunk", "8"];
+    assert_eq!(bench.run(&convert).code, 0);
+    let ran = bench.run(&[
+        "quantize",
+        "parts",
+        "-o",
+        "small",
+        "--scheme",
+        "int8",
+        "--reference",
+        "llama",
+        "--json",
+    ]);
+    assert_eq!((ran.code, ran.err.as_str()), (0, ""));
+    let said = ran.json();
+    assert!(said["parts"].as_object().unwrap().len() >= 2, "{said}");
+    assert_eq!(said["validation"]["after"]["pass"], true);
+    assert!(bench.path("small/config.json").is_file());
+    assert_eq!(bench.run(&["validate", "small", "--reference", "llama"]).code, 0);
+    let refused = bench.run(&["quantize", "small", "-o", "parts", "--scheme", "int8"]);
+    assert_eq!(refused.code, 2);
+    assert!(refused.err.contains("exists already"), "{}", refused.err);
+}
+
+/// A checkpoint that is wrong in one place is still told from a right one.
+#[test]
+fn quantized_models_that_are_wrong_fail() {
+    let bench = Bench::new();
+    let right = Model::load("tiny/bert");
+    let mut wrong = Model::load("tiny/bert");
+    for (name, (_, values)) in &mut wrong.tensors {
+        if name.ends_with("attention.output.dense.weight") {
+            values.iter_mut().for_each(|v| *v = -*v);
+        }
+    }
+    let (right, wrong) = (right.write(), wrong.write());
+    let [right, wrong] = [&right, &wrong].map(|d| d.path().to_str().unwrap());
+    let args = ["convert", wrong, "-o", "w.mlpackage", "--quantize", "int8", "--no-tokenizer"];
+    assert_eq!(bench.run(&args).code, 0);
+    assert_eq!(bench.run(&["validate", "w.mlpackage", "--reference", wrong]).code, 0);
+    assert_eq!(bench.run(&["validate", "w.mlpackage", "--reference", right]).code, 1);
+}
