@@ -12,12 +12,10 @@
 use std::{collections::BTreeMap, time::Instant};
 
 use silane::{
-    checkpoint::{Checkpoint, Task},
+    checkpoint::Checkpoint,
     interp::{Machine, Precision},
-    mil::DType,
-    models::{self, Chunks, Logits, Parts, Plan, calls::Attention},
-    nn::cache::Update,
-    ops::{Opset, Val},
+    models::{self, Chunks, Plan},
+    ops::Val,
     passes,
     reference::Decoder,
 };
@@ -31,26 +29,8 @@ fn main() {
         return;
     };
     let checkpoint = Checkpoint::open(&folder).unwrap();
-    let chunks = Chunks {
-        contexts: vec![512],
-        chunk: Some(CHUNK),
-        logits: Logits::Last,
-        split_head: false,
-        update: Update::Slice,
-        parts: Parts::Count(1),
-        attention: Attention::Auto,
-        buckets: Vec::new(),
-        max_ops: 8000,
-    };
-    let plan = Plan {
-        task: Task::CausalLm,
-        batch: 1,
-        tokens: None,
-        token_type_ids: false,
-        float: DType::F16,
-        opset: Opset::Ios18,
-        chunks,
-    };
+    let chunks = Chunks { contexts: vec![512], chunk: Some(CHUNK), ..Chunks::default() };
+    let plan = Plan::language(chunks);
     let mut program =
         models::build(&checkpoint, &plan, checkpoint.config.model_type().unwrap()).unwrap().remove(0).program;
     passes::tidy(&mut program).unwrap();

@@ -17,19 +17,16 @@
 use std::{collections::BTreeMap, io::Write, time::Instant};
 
 use silane::{
-    checkpoint::{Checkpoint, Task, Tokenizer},
+    checkpoint::{Checkpoint, Tokenizer},
     graph::Measure,
     interp::{Machine, Precision, States, compare::compare},
     mil::{DType, Op, Program},
     models::{
-        self, Chunks, Logits, Parts, Plan,
+        self, Chunks, Logits, Plan,
         calls::{Attention, SPARSE, Tiles},
     },
-    nn::cache::{
-        Update,
-        sparse::{Gather, Select, Sparse},
-    },
-    ops::{Opset, Val},
+    nn::cache::sparse::{Gather, Select, Sparse},
+    ops::Val,
     passes,
     reference::Decoder,
 };
@@ -67,22 +64,10 @@ fn program(checkpoint: &Checkpoint, attention: Attention, context: usize, float:
         contexts: vec![context],
         chunk: Some(CHUNK),
         logits: Logits::All,
-        split_head: false,
-        update: Update::Slice,
-        parts: Parts::Count(1),
         attention,
-        buckets: Vec::new(),
-        max_ops: 8000,
+        ..Chunks::default()
     };
-    let plan = Plan {
-        task: Task::CausalLm,
-        batch: 1,
-        tokens: None,
-        token_type_ids: false,
-        float,
-        opset: Opset::Ios18,
-        chunks,
-    };
+    let plan = Plan { float, ..Plan::language(chunks) };
     let part = models::build(checkpoint, &plan, checkpoint.config.model_type().unwrap()).unwrap().remove(0);
     part.notes.iter().for_each(|note| println!("note: {note}"));
     let mut program = part.program;

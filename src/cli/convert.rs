@@ -84,7 +84,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "N", value_delimiter = ',', help_heading = DECODERS)]
     buckets: Vec<usize>,
     /// Ops that a function may have: its tiles take more heads at once until it has no more
-    #[arg(long, value_name = "N", default_value_t = 8000, help_heading = DECODERS)]
+    #[arg(long, value_name = "N", default_value_t = models::decoder::MAX_OPS, help_heading = DECODERS)]
     max_ops: usize,
     /// What comes out
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Logits::Last, help_heading = DECODERS)]

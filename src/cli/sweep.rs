@@ -8,11 +8,12 @@ use super::{Answer, print_json};
 use crate::{
     checkpoint::Checkpoint,
     error::{Error, Result},
-    models::sweep::{Row, rates, sweep},
+    models::{
+        decoder::MAX_OPS,
+        sweep::{Row, rates, sweep},
+    },
     ui,
 };
-
-pub(super) const MAX_OPS: usize = 8000;
 
 pub(super) fn run(folder: &Path, context: usize, as_json: bool) -> Result<Answer> {
     let name = folder.to_str().ok_or_else(|| Error::new("the path is not Unicode"))?;

@@ -97,6 +97,9 @@ pub struct Shape {
 /// The longest context that is taken when none is asked for.
 pub const CONTEXT: usize = 2048;
 
+/// Ops that a function may have unless told otherwise: compilers were seen to take a few thousand.
+pub const MAX_OPS: usize = 8000;
+
 /// Decoder-only settings of a plan.
 #[derive(Debug, Clone)]
 pub struct Chunks {
@@ -116,6 +119,23 @@ pub struct Chunks {
     pub buckets: Vec<usize>,
     /// How many ops a function may have: heads are taken together until it has no more.
     pub max_ops: usize,
+}
+
+impl Default for Chunks {
+    /// What `convert` takes when nothing is asked for.
+    fn default() -> Self {
+        Chunks {
+            contexts: Vec::new(),
+            chunk: Some(256),
+            logits: Logits::Last,
+            split_head: false,
+            update: Update::Slice,
+            parts: Parts::Count(1),
+            attention: Attention::Auto,
+            buckets: Vec::new(),
+            max_ops: MAX_OPS,
+        }
+    }
 }
 
 /// What the head gives.

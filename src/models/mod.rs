@@ -105,6 +105,21 @@ pub struct Plan {
     pub chunks: Chunks,
 }
 
+impl Plan {
+    /// A language model in fp16.
+    pub fn language(chunks: Chunks) -> Plan {
+        Plan {
+            task: Task::CausalLm,
+            batch: 1,
+            tokens: None,
+            token_type_ids: false,
+            float: DType::F16,
+            opset: Opset::Ios18,
+            chunks,
+        }
+    }
+}
+
 /// A program of a conversion, with what its host must know.
 #[derive(Debug)]
 pub struct Part {

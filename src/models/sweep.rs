@@ -3,16 +3,14 @@
 use serde_json::Value as Json;
 
 use super::{
-    Chunks, Logits, Parts, Plan, build,
+    Chunks, Plan, build,
     calls::{Attention, OPERAND_BYTES, Tiles},
 };
 use crate::{
-    checkpoint::{Checkpoint, Task},
+    checkpoint::Checkpoint,
     error::Result,
     graph::Measure,
-    mil::{Arg, DType, Data, Function},
-    nn::cache::Update,
-    ops::Opset,
+    mil::{Arg, Data, Function},
 };
 
 /// One way to prefill.
@@ -80,25 +78,9 @@ fn row(
     attention: Attention,
     max_ops: usize,
 ) -> Result<Row> {
-    let plan = Plan {
-        task: Task::CausalLm,
-        batch: 1,
-        tokens: None,
-        token_type_ids: false,
-        float: DType::F16,
-        opset: Opset::Ios18,
-        chunks: Chunks {
-            contexts: vec![context],
-            chunk: Some(chunk),
-            logits: Logits::Last,
-            split_head: false,
-            update: Update::Slice,
-            parts: Parts::Count(1),
-            attention,
-            buckets: Vec::new(),
-            max_ops,
-        },
-    };
+    let chunks =
+        Chunks { contexts: vec![context], chunk: Some(chunk), attention, max_ops, ..Chunks::default() };
+    let plan = Plan::language(chunks);
     let part = build(checkpoint, &plan, model_type)?.remove(0);
     let function = &part.program.functions["prefill"];
     let described = &part.contract["functions"]["prefill"]["attention"];

@@ -22,7 +22,7 @@ use silane::{
         compare::{Comparison, compare, kept_rows},
     },
     mil::{DType, Numbers, Program},
-    models::{self, Chunks, Logits, Parts, Plan, calls::Attention},
+    models::{self, Chunks, Plan},
     ops::{Opset, Val},
     passes,
     reference::{self, Inputs},
@@ -140,17 +140,7 @@ fn plan(checkpoint: &Checkpoint, batch: usize, tokens: usize) -> Plan {
         token_type_ids: false,
         float: DType::F16,
         opset: Opset::Ios18,
-        chunks: Chunks {
-            contexts: vec![32],
-            chunk: None,
-            logits: Logits::Last,
-            split_head: false,
-            update: silane::nn::cache::Update::Slice,
-            parts: Parts::Count(1),
-            attention: Attention::Auto,
-            buckets: Vec::new(),
-            max_ops: 8000,
-        },
+        chunks: Chunks { contexts: vec![32], chunk: None, ..Chunks::default() },
     }
 }
 

@@ -8,7 +8,7 @@ use silane::{
     graph,
     interp::{Machine, Precision, States, compare::compare},
     mil::{DType, Program, Type},
-    models::{self, Chunks, Logits, Parts, Plan, calls::Attention},
+    models::{self, Chunks, Parts, Plan},
     nn::cache::Update,
     ops::Val,
     passes,
@@ -117,17 +117,8 @@ impl<'a> Text<'a> {
 }
 
 pub(crate) fn chunks(chunk: usize, parts: usize, update: Update) -> Chunks {
-    Chunks {
-        contexts: vec![CONTEXT],
-        chunk: Some(chunk),
-        logits: Logits::Last,
-        split_head: false,
-        update,
-        parts: Parts::Count(parts),
-        attention: Attention::Auto,
-        buckets: Vec::new(),
-        max_ops: 8000,
-    }
+    let (contexts, chunk, parts) = (vec![CONTEXT], Some(chunk), Parts::Count(parts));
+    Chunks { contexts, chunk, update, parts, ..Chunks::default() }
 }
 
 pub(crate) fn programs(checkpoint: &Checkpoint, float: DType, chunks: Chunks) -> Vec<Program> {
