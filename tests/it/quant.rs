@@ -277,6 +277,29 @@ fn groups_of_few_values_are_exact() {
     }
 }
 
+/// The default search is a hundredth off the best table at most, as far as fp16 tells.
+#[test]
+fn tables_are_close_to_the_best() {
+    let mut compared = 0;
+    for weight in weights() {
+        let values: Vec<f32> = weight.values.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+        for text in ["lut1", "lut2:g4", "lut3:g8i", "lut4", "lut4:g8", "lut6", "sparse50+lut2"] {
+            let [fast, exact] = [text.to_string(), format!("{text}:exact")].map(|text| {
+                let scheme: Scheme = text.parse().unwrap();
+                let encoded = encode(&values, weight.layout(), &scheme, None).ok()?;
+                Some(encoded.stats(&values, weight.layout()).unwrap().squared_error)
+            });
+            let Some((fast, exact)) = fast.zip(exact) else { continue };
+            let step = f64::from(f16::from_bits(1));
+            let place = format!("{} {text}: {fast:e} {exact:e}", weight.name);
+            assert!(exact <= fast, "{place}");
+            assert!(fast <= 1.01 * exact + values.len() as f64 * step * step / 4.0, "{place}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 80, "{compared}");
+}
+
 /// One thread or two, the result is the same; large enough for all that is done in pieces.
 #[test]
 fn results_do_not_depend_on_threads() {
