@@ -54,7 +54,7 @@ def main():
     ours = {}
     if len(sys.argv) > 4:
         lines = (line.split() for line in open(sys.argv[4]))
-        ours = {f[0]: (float(f[1]), float(f[2])) for f in lines if len(f) == 5 and f[0] in CASES}
+        ours = {f[0]: (float(f[1]), float(f[2])) for f in lines if len(f) == 6 and f[0] in CASES}
     fp16 = ct.converters.mil.mil.types.fp16
 
     @mb.program(

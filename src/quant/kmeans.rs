@@ -40,11 +40,10 @@ impl Solver {
             return h.values.iter().map(|v| f64::from(*v)).collect();
         }
         self.sums.fill(h, pin);
-        let cuts = if exact || n * entries <= 1 << 11 {
-            self.exact(n, entries, false)
-        } else {
-            self.fast(h, entries)
-        };
+        // Where the exact search takes no longer, or where few values make a start poor.
+        let small = if entries > FEW { 1 << 15 } else { 1 << 12 };
+        let cuts =
+            if exact || n * entries <= small { self.exact(n, entries, false) } else { self.fast(h, entries) };
         cuts.windows(2).map(|c| self.sums.mean(c[0], c[1])).collect()
     }
 
@@ -194,7 +193,7 @@ impl Solver {
             let value = |at: usize| f64::from(h.values[at] - h.values[from]);
             let width = value(to - 1).max(f64::MIN_POSITIVE);
             let measure =
-                |at: usize| (at - from) as f64 / (to - from) as f64 + 2.0 * value(at.min(to - 1)) / width;
+                |at: usize| (at - from) as f64 / (to - from) as f64 + 8.0 * value(at.min(to - 1)) / width;
             cuts.extend(spread(from, to, parts, measure).into_iter().skip(1));
             left -= parts;
             wanted -= want;
@@ -209,9 +208,13 @@ impl Solver {
         let n = h.values.len();
         self.density.clear();
         self.density.push(0.0);
-        // Gaps count as at most so many of the usual ones.
-        let (low, high) = (n / 8, n - 1 - n / 8);
-        let usual = f64::from(h.values[high] - h.values[low]) / (high - low).max(1) as f64 * 256.0;
+        // Gaps count as at most what most of the weight lies within.
+        let before = &self.sums.weight;
+        let quantile = |part: f64| {
+            let want = before[0] + (before[n] - before[0]) * part;
+            f64::from(h.values[before.partition_point(|w| *w < want).clamp(1, n) - 1])
+        };
+        let usual = (quantile(0.9) - quantile(0.1)).max(f64::MIN_POSITIVE);
         let mut sum = 0.0;
         for start in (0..n).step_by(TOGETHER) {
             let end = (start + TOGETHER).min(n);
@@ -475,6 +478,8 @@ mod tests {
                 "many heaps",
                 draw(5000, &mut |normal, u| normal * 1e-3 + (u * 24.0).floor() * (u * 24.0).floor()),
             ),
+            ("large", draw(200_000, &mut |normal, u| normal * if u < 2e-4 { 0.2 } else { 0.01 + 0.02 * u })),
+            ("dead rows", draw(3000, &mut |normal, u| if u < 0.7 { normal * 1e-6 } else { normal * 0.3 })),
             ("positive", draw(5000, &mut |normal, _| normal.abs() * 0.1)),
             ("tiny", draw(5000, &mut |normal, _| normal * 1e-6)),
             ("weighted", weighted),
