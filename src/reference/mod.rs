@@ -10,12 +10,16 @@ mod modernbert;
 mod pool;
 mod postnorm;
 mod scope;
+mod watch;
 
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
-pub use self::decoder::{Decoder, DecoderOutput};
+pub use self::{
+    decoder::{Decoder, DecoderOutput},
+    watch::{Given, Observed, Wanted},
+};
 use self::model::{Family, Model};
 use crate::{
     checkpoint::{Checkpoint, Task},
