@@ -5,7 +5,8 @@
 
 Checkpoints are converted and proven as `encoders.py` and `decoders.py` do. Packages of other tools are loaded by
 coremltools, inspected by silane, and where weights and ops allow it run by silane and by the oracle on the same random
-inputs, each function by itself. The last line says how many passed and failed.
+inputs, each function by itself. Weights are quantized in some schemes as `quant.py` does in all. The last line says how
+many passed and failed.
 
 The oracle is looked for beside the repository, at `shared/oracle/milrun.py`.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 import decoders
 import encoders
 import numpy as np
+import quant
 from encoders import HALF_ULP, PASS, Outside, run, table
 from safetensors import safe_open
 
@@ -49,6 +51,9 @@ def main():
                 said = f"FAIL {e}"
                 failed += 1
             print(f"{package.name:<40} {said}", flush=True)
+        print()
+        right, wrong, _ = quant.made(quant.Here(outside.silane, outside.oracle), work, quick=True)
+        passed, failed = passed + right, failed + wrong
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
 

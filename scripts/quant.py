@@ -286,7 +286,7 @@ def third_party(outside, package, work):
             if fresh:
                 raise RuntimeError(fresh[0])
             before, after = said["weight_bytes"]["before"], said["weight_bytes"]["after"]
-            if after >= before and "--recompress" not in how:
+            if after >= before and not {"--recompress", "--smallest"} & set(how):
                 raise RuntimeError(f"{before} bytes became {after}")
             row = (
                 f"{len(said['tensors'])} weights, {before} → {after} bytes, SQNR {said['compressed']['sqnr_db']} dB, "
@@ -302,14 +302,16 @@ def third_party(outside, package, work):
 
 
 def at_any_price(outside, package, out, scheme):
-    """As it is; else raised to a system that has the scheme, else compressed anew."""
+    """As it is; else raised to a system that has the scheme, small weights too, else compressed anew."""
     how = []
-    for _ in range(3):
+    for _ in range(4):
         try:
             return quantize(outside, package, out, scheme, *how), how
         except Refused as e:
             if " needs CoreML" in str(e) and "--minimum-os" not in how:
                 how += ["--minimum-os", "ios18" if "needs CoreML8" in str(e) else "ios16"]
+            elif "no weight" in str(e) and "--smallest" not in how:
+                how += ["--smallest", "16"]
             elif "no weight" in str(e) and "--recompress" not in how:
                 how += ["--recompress"]
             else:

@@ -253,7 +253,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     if let (Some(output), false) = (&output, args.dry_run) {
         let (model, weights) = write(output, &ready, several, args.force)?;
         if !args.no_tokenizer
-            && let Some(folder) = copy_beside(&checkpoint, output, args.force)?
+            && let Some(folder) = copy_beside(&checkpoint.dir, output, args.force)?
         {
             summary["tokenizer"] = json!(folder.display().to_string());
         }
@@ -453,12 +453,12 @@ fn sha256(path: &Path) -> Result<String> {
 }
 
 /// Copies tokenizer and config into a folder named as the package, without its extension, and says which.
-fn copy_beside(checkpoint: &Checkpoint, output: &Path, force: bool) -> Result<Option<PathBuf>> {
+pub(super) fn copy_beside(from: &Path, output: &Path, force: bool) -> Result<Option<PathBuf>> {
     // Parts have the tokenizer among them.
     let inside = output.extension().is_none();
     let folder = output.with_extension("");
-    let files = tokenizer_files(&checkpoint.dir);
-    if files.is_empty() || folder.canonicalize().ok() == checkpoint.dir.canonicalize().ok() {
+    let files = tokenizer_files(from);
+    if files.is_empty() || folder.canonicalize().ok() == from.canonicalize().ok() {
         return Ok(None);
     }
     let kept = match folder.symlink_metadata() {

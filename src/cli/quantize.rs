@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Answer,
     compress::{self, How},
-    convert::{MinimumOs, refuse_extension, refuse_place, with_extension},
+    convert::{MinimumOs, copy_beside, refuse_extension, refuse_place, with_extension},
     print_json, validate, write_beside,
 };
 use crate::{
@@ -110,6 +110,10 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     }
     let before = args.reference.as_ref().map(|r| validate::measure(&args.package, r)).transpose()?;
     let saved = write(&output, &parts, folder, args)?;
+    let tokenizer = match folder {
+        true => None,
+        false => copy_beside(&args.package.with_extension(""), &output, args.force)?,
+    };
     let after = args.reference.as_ref().map(|r| validate::measure(&output, r)).transpose()?;
     let mut notes: Vec<&String> = reports().flat_map(|(_, r)| &r.notes).collect();
     notes.dedup();
@@ -143,6 +147,9 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             ui::bytes(saved.0 + saved.1),
             ui::bytes(saved.1)
         ));
+        if let Some(folder) = tokenizer {
+            ui::talk(format!("  tokenizer and config are in {}", folder.display()));
+        }
         if let (Some(before), Some(after)) = (&before, &after) {
             ui::data(validate::side_by_side(before, after));
         }

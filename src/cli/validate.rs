@@ -96,8 +96,8 @@ enum Limit {
 /// 50 dB is an error of 0.3 % of the spread: what fp16 leaves of a deep model, and far less than any
 /// wrong weight, order or position does.
 const HALF: Limit = Limit::Psnr(50.0);
-/// What depth may add to the error of the weights. Outputs are compared by their spread, weights by their
-/// power, which alone is some 10 dB in favour of the outputs.
+/// What the error of the outputs may be above that of quantized weights: a model of 30 layers was seen to
+/// lose 1 dB at 8 bits and 8 dB at 4, and wrong weights, orders and positions cost more.
 const DEPTH: f64 = 10.0;
 /// fp16 weights, each off by up to 2⁻¹² of itself, computed exactly.
 const ROUNDED_WEIGHTS: Limit = Limit::Relative(2e-3);

@@ -6,9 +6,10 @@ pub(super) const OVERFLOW: f32 = 65520.0;
 /// The smallest fp16 above zero, 2⁻²⁴.
 pub(super) const SMALLEST: f32 = 5.960_464_5e-8;
 
+const SMALLEST_NORMAL: f32 = 6.103_515_6e-5;
+
 /// The nearest fp16, ties to even.
 pub(super) fn round(x: f32) -> f32 {
-    const SMALLEST_NORMAL: f32 = 6.103_515_6e-5;
     let a = x.abs();
     // Near 0.75 floats are multiples of the smallest fp16.
     let subnormal = (a + 0.75) - 0.75;
@@ -17,6 +18,12 @@ pub(super) fn round(x: f32) -> f32 {
     let rounded = if a < SMALLEST_NORMAL { subnormal } else { normal };
     let rounded = if a >= OVERFLOW { f32::INFINITY } else { rounded };
     if x.is_nan() { x } else { rounded.copysign(x) }
+}
+
+/// The nearest fp16 where that is a normal number, and close to it where not.
+pub(super) fn round_normal(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits((bits.wrapping_add(0x0fff + ((bits >> 13) & 1))) & !0x1fff)
 }
 
 /// The nearest integer, ties to even, of a number below 2²² in magnitude.
@@ -40,15 +47,17 @@ pub(super) fn bound(x: f32, low: f32, high: f32) -> f32 {
 
 /// The fp16 numbers on both sides of a positive number, the smallest at least; equal where it is one.
 pub(super) fn around(x: f32) -> (f32, f32) {
-    let near = half::f16::from_f32(x.clamp(SMALLEST, 65504.0));
-    let (bits, value) = (near.to_bits(), near.to_f32());
-    let step = |bits: u16| half::f16::from_bits(bits).to_f32();
-    if value > x && bits > 1 {
-        (step(bits - 1), value)
-    } else if value < x && value < 65504.0 {
-        (value, step(bits + 1))
+    let near = round(x.clamp(SMALLEST, 65504.0));
+    // fp16 numbers of a power of two are as far apart as their last digit tells.
+    let apart = f32::from_bits((near.max(SMALLEST_NORMAL).to_bits() & 0x7f80_0000) - (10 << 23));
+    if near > x && near > SMALLEST {
+        let apart =
+            if near.to_bits() & 0x7f_ffff == 0 && near > SMALLEST_NORMAL { apart / 2.0 } else { apart };
+        (near - apart, near)
+    } else if near < x && near < 65504.0 {
+        (near, near + apart)
     } else {
-        (value, value)
+        (near, near)
     }
 }
 
@@ -76,11 +85,15 @@ mod tests {
 
     #[test]
     fn neighbours_enclose() {
-        for x in [1e-9f32, 6e-8, 1e-7, 1.0, 1.0003, 1.0007, 65503.9, 65504.0, 7e4] {
-            let (low, high) = around(x);
-            assert!(low > 0.0 && low <= high && round(low) == low && round(high) == high, "{x}");
-            assert!(low <= x.max(SMALLEST) && (high >= x || high == 65504.0), "{x}: {low} {high}");
+        let halves: Vec<f32> = (1..0x7c00).map(|bits| f16::from_bits(bits).to_f32()).collect();
+        for pair in halves.windows(2) {
+            let (low, high) = (pair[0], pair[1]);
+            assert_eq!(around(low), (low, low));
+            for x in [low.next_up(), low.midpoint(high), high.next_down()] {
+                assert_eq!(around(x), (low, high), "{x}");
+            }
         }
+        assert_eq!((around(1e-9), around(7e4)), ((SMALLEST, SMALLEST), (65504.0, 65504.0)));
     }
 
     #[test]

@@ -37,9 +37,10 @@ fn key(x: f16) -> u16 {
     if bits & 0x8000 == 0 { bits | 0x8000 } else { (!bits).wrapping_add(u16::from(bits == 0x8000)) }
 }
 
-fn value(key: usize) -> f32 {
+/// The number of a key.
+fn half(key: usize) -> f16 {
     let key = key as u16;
-    f16::from_bits(if key & 0x8000 == 0 { !key } else { key & 0x7fff }).to_f32()
+    f16::from_bits(if key & 0x8000 == 0 { !key } else { key & 0x7fff })
 }
 
 impl Counter {
@@ -62,7 +63,7 @@ impl Counter {
                 parts.iter().for_each(|part| self.bins.join(part));
             }
         }
-        self.bins.take(&mut self.histogram, weights.is_some());
+        self.bins.take(&mut self.histogram, weights.is_some(), &mut self.halves);
         &self.histogram
     }
 }
@@ -99,24 +100,31 @@ impl Bins {
         }
     }
 
-    /// Moves what was counted into a histogram, and is empty again.
-    fn take(&mut self, to: &mut Histogram, weighted: bool) {
-        to.values.clear();
+    /// Moves what was counted into a histogram, and is empty again; `halves` is a buffer.
+    fn take(&mut self, to: &mut Histogram, weighted: bool, halves: &mut Vec<f16>) {
+        const BLOCK: usize = 16;
         to.weights.clear();
-        for (block, counts) in self.counts.chunks_mut(16).enumerate() {
+        halves.clear();
+        let mut len = 0;
+        for (block, counts) in self.counts.chunks_mut(BLOCK).enumerate() {
             if counts.iter().fold(0, |any, c| any | *c) == 0 {
                 continue;
             }
-            for (i, count) in counts.iter_mut().enumerate().filter(|(_, c)| **c > 0) {
-                let key = block * 16 + i;
+            // Each is written, and the next over it where it counts for nothing: no branch to guess.
+            halves.resize(len + BLOCK, f16::ZERO);
+            to.weights.resize(len + BLOCK, 0.0);
+            for (i, count) in counts.iter_mut().enumerate() {
+                let key = block * BLOCK + i;
                 let count = f64::from(std::mem::take(count));
                 let weight = if weighted { std::mem::take(&mut self.mass[key]) } else { count };
-                if weight > 0.0 {
-                    to.values.push(value(key));
-                    to.weights.push(weight);
-                }
+                (halves[len], to.weights[len]) = (half(key), weight);
+                len += usize::from(weight > 0.0);
             }
         }
+        halves.truncate(len);
+        to.weights.truncate(len);
+        to.values.resize(len, 0.0);
+        halves.convert_to_f32_slice(&mut to.values);
     }
 }
 
@@ -131,7 +139,7 @@ mod tests {
         finite.sort_by(|a, b| a.total_cmp(b));
         let keys: Vec<u16> = finite.iter().map(|x| key(*x)).collect();
         assert!(keys.is_sorted_by(|a, b| a < b));
-        assert!(finite.iter().zip(&keys).all(|(x, k)| value(usize::from(*k)) == x.to_f32()));
+        assert!(finite.iter().zip(&keys).all(|(x, k)| half(usize::from(*k)) == *x));
         assert_eq!(key(f16::NEG_ZERO), key(f16::ZERO));
     }
 

@@ -3,7 +3,7 @@
 //! A tensor is seen as rows: all axes up to the later of its two channel axes make the row's number, this
 //! axis and those after it make the row. A group is a range of either channel axis, or of both.
 
-use std::{borrow::Cow, ops::Range};
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -256,16 +256,17 @@ impl Grouping {
             for (i, out) in out.iter_mut().enumerate() {
                 let part = i * self.size()..(i + 1) * self.size();
                 let group = step * across + first + i;
-                *out = make(scratch, group, &elements[part.clone()], weights.as_deref().map(|w| &w[part]));
+                *out = make(scratch, group, &elements[part.clone()], weights.map(|w| &w[part]));
             }
         };
         if panel == 1 {
-            out.par_iter_mut().enumerate().with_min_len((1 << 12) / self.size().min(1 << 12)).for_each_init(
-                start,
-                |state, (group, out)| {
+            let together = (1usize << 13).div_ceil(self.size());
+            out.par_chunks_mut(together).enumerate().for_each_init(start, |state, (i, out)| {
+                for (j, out) in out.iter_mut().enumerate() {
+                    let group = i * together + j;
                     one(state, group / across, group % across, std::slice::from_mut(out));
-                },
-            );
+                }
+            });
         } else {
             for (step, out) in out.chunks_mut(across).enumerate() {
                 out.par_chunks_mut(panel)
@@ -289,20 +290,20 @@ impl Gathered {
         step: usize,
         first: usize,
         groups: usize,
-    ) -> Cow<'a, [f32]> {
+    ) -> &'a [f32] {
         if g.across() == 1 && g.rows == g.steps * g.mid {
             let size = g.size();
-            return Cow::Borrowed(&values[step * size..(step + 1) * size]);
+            return &values[step * size..(step + 1) * size];
         }
         if g.step * g.mid == 1 && g.rows == g.steps && groups == 1 {
             let start = step * g.width + first * g.run;
-            return Cow::Borrowed(&values[start..start + g.run]);
+            return &values[start..start + g.run];
         }
         self.fill(g, step, first, groups, |row, columns, to| {
             let start = row * g.width;
             to.copy_from_slice(&values[start + columns.start..start + columns.end]);
         });
-        Cow::Borrowed(&self.0)
+        &self.0
     }
 
     fn importance<'a>(
@@ -312,7 +313,7 @@ impl Gathered {
         step: usize,
         first: usize,
         groups: usize,
-    ) -> Option<Cow<'a, [f32]>> {
+    ) -> Option<&'a [f32]> {
         match importance {
             Importance::Equal => return None,
             Importance::Each(each) => return Some(self.values(g, each, step, first, groups)),
@@ -324,7 +325,7 @@ impl Gathered {
                 }
             }),
         }
-        Some(Cow::Borrowed(&self.0))
+        Some(&self.0)
     }
 
     fn fill(

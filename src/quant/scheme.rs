@@ -104,6 +104,7 @@ const KNOWN: &str = "fp16; int8, uint8, int4, uint4 with `:o`, `:s`, `:t`, `:bN`
 
 impl Linear {
     /// The smallest and the largest code.
+    #[inline]
     pub fn range(&self) -> (i32, i32) {
         let half = 1 << (self.bits.clamp(1, 8) - 1);
         if self.signed { (-half, half - 1) } else { (0, 2 * half - 1) }
