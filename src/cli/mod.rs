@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 the answer is no, 2 error.
 
+mod calibrate;
 mod compress;
 mod convert;
 mod generate;

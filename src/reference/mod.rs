@@ -16,11 +16,11 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
+use self::model::{Family, Model};
 pub use self::{
     decoder::{Decoder, DecoderOutput},
     watch::{Given, Observed, Wanted},
 };
-use self::model::{Family, Model};
 use crate::{
     checkpoint::{Checkpoint, Task},
     error::{Context, Result},

@@ -199,7 +199,8 @@ impl Watch {
             let n = s.output_tokens.max(1) as f64 * s.tokens.max(1) as f64;
             0.5 * s.outputs.iter().zip(&s.slopes).map(|(y, g)| y * g).sum::<f64>() / n
         };
-        let costs = |of: &BTreeMap<String, Slopes>| of.iter().map(|(name, s)| (name.clone(), cost(s))).collect();
+        let costs =
+            |of: &BTreeMap<String, Slopes>| of.iter().map(|(name, s)| (name.clone(), cost(s))).collect();
         Ok(Observed { given, sensitivity: costs(&slopes), lookup: costs(&lookup) })
     }
 }

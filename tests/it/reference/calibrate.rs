@@ -35,8 +35,8 @@ fn inputs_of_linear_layers_are_summed_up() {
         last.extend(out.last_hidden_state.squeeze(0).unwrap().to_vec2::<f32>().unwrap());
     }
     let observed = decoder.observe(&rows, Wanted::Hessians).unwrap();
-    let tied = checkpoint.tensors.contains("lm_head.weight");
-    let head = if tied { "lm_head.weight" } else { "model.embed_tokens.weight" };
+    let own = checkpoint.tensors.contains("lm_head.weight");
+    let head = if own { "lm_head.weight" } else { "model.embed_tokens.weight" };
     for (name, inputs) in [
         ("model.layers.0.self_attn.q_proj.weight", &first),
         ("model.layers.0.self_attn.v_proj.weight", &first),
@@ -56,7 +56,8 @@ fn inputs_of_linear_layers_are_summed_up() {
         }
     }
     // Every weight that is multiplied is known, and watching changes nothing.
-    for (name, [_, width]) in decoder.weights().into_iter().filter(|(n, _)| n != "model.embed_tokens.weight") {
+    for (name, [_, width]) in decoder.weights().into_iter().filter(|(n, _)| n != "model.embed_tokens.weight")
+    {
         assert_eq!(observed.given[&name].moments.len(), width, "{name}");
     }
     let again = decoder.observe(&rows, Wanted::Hessians).unwrap();
@@ -114,9 +115,8 @@ fn sensitivity_foresees_the_divergence() {
             decoder.replace(path, noisy).unwrap();
             let after = logits(&decoder);
             decoder.replace(path, weight).unwrap();
-            let divergence = |(p, q): (&Vec<f64>, &Vec<f64>)| {
-                p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
-            };
+            let divergence =
+                |(p, q): (&Vec<f64>, &Vec<f64>)| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
             seen += before.iter().zip(&after).map(divergence).sum::<f64>() / before.len() as f64;
             foreseen += 1e-3 * observed.sensitivity[path];
         }
