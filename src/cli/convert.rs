@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use super::{
     Answer,
     attention::Asked,
+    calibrate::Calibrating,
     compress::{self, How},
     print_json,
     quantize::QUANTIZATION,
@@ -24,7 +25,7 @@ use crate::{
     checkpoint::{Checkpoint, Task, tokenizer_files},
     error::{Context, Result, io},
     graph::{self, Checked},
-    mil::DType,
+    mil::{DType, Program},
     models::{self, Chunks, Mixture, Part, Parts, Plan},
     nn::cache::Update,
     ops::Opset,
@@ -40,7 +41,8 @@ Examples:
   silane convert org/sentences -o sentences.mlpackage --sequence-length 256 --batch 8
   silane convert llama/ -o llama.mlpackage --context-length 1024 --prefill-chunk 128 --validate
   silane convert large/ -o large --max-part-size 500MB
-  silane convert llama/ -o llama --quantize lut4:g16
+  silane convert llama/ -o llama --quantize lut4:g16 --calibrate text.txt --gptq
+  silane convert llama/ -o llama --budget 4.5bpw --calibrate text.txt --write-recipe recipe.toml
   silane convert bert/ --dry-run --json";
 
 const ENCODERS: &str = "Encoders";
@@ -109,6 +111,8 @@ pub(super) struct Args {
     quantize: Option<String>,
     #[command(flatten)]
     how: How,
+    #[command(flatten)]
+    calibrating: Calibrating,
     /// The oldest system that has to run the package
     #[arg(long, value_name = "OS", value_enum, default_value_t = MinimumOs::Ios18)]
     minimum_os: MinimumOs,
@@ -205,7 +209,7 @@ fn chunk(text: &str) -> std::result::Result<Chunk, String> {
 
 /// `950MB`, `1.5GB`, `4096`
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a size that a person typed")]
-fn byte_size(text: &str) -> std::result::Result<u64, String> {
+pub(super) fn byte_size(text: &str) -> std::result::Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1.0,
@@ -236,12 +240,16 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     checkpoint.notes.iter().for_each(ui::note);
     let model_type = args.model_type.as_deref().map_or_else(|| checkpoint.config.model_type(), Ok)?;
     let plan = plan(args, &checkpoint)?;
-    let policy = args
+    let mut policy = args
         .quantize
         .as_deref()
         .map(|text| compress::policy(Some(text), args.how.target, plan.opset))
         .transpose()?;
-    let parts = models::build(&checkpoint, &plan, model_type)?;
+    let calibration = args.calibrating.learn(&checkpoint)?;
+    if calibration.is_some() && policy.is_none() && args.calibrating.budget().is_none() {
+        bail!("a calibration text is given and nothing is quantized"; hint: "`--quantize SCHEME` or `--budget BITS`");
+    }
+    let mut parts = models::build(&checkpoint, &plan, model_type)?;
     let several = parts.len() > 1;
     let output = output.map(|o| if several { folder(o) } else { Ok(with_extension(o)) }).transpose()?;
     if let Some(output) = &output {
@@ -252,17 +260,24 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
     }
     let mixture = Mixture::of(&checkpoint, model_type)?;
+    for part in &mut parts {
+        part.notes.iter().for_each(ui::note);
+        passes::tidy(&mut part.program)?;
+    }
+    // Weights are read through the checkpoint, which refuses what is no number.
+    let options = quant::Options { trusted: true, ..args.how.options() };
+    if let Some(calibration) = &calibration {
+        let programs: Vec<&Program> = parts.iter().map(|p| &p.program).collect();
+        policy = args.calibrating.choose(&programs, plan.opset, options, calibration)?.or(policy);
+    }
+    args.calibrating.write_recipe(policy.as_ref())?;
     let mut ready = Vec::new();
     let mut summary = json!(null);
     for mut part in parts {
-        part.notes.iter().for_each(ui::note);
-        passes::tidy(&mut part.program)?;
-        // Weights are read through the checkpoint, which refuses what is no number.
-        let options = quant::Options { trusted: true, ..args.how.options() };
-        let report = match &policy {
-            Some(policy) => Some(quant::apply(&mut part.program, policy, options).at(&part.stem)?),
-            None => None,
+        let compress = |policy| {
+            quant::apply_calibrated(&mut part.program, policy, options, calibration.as_ref()).at(&part.stem)
         };
+        let report = policy.as_ref().map(compress).transpose()?;
         let Part { stem, program, docs, contract, .. } = part;
         let checked = graph::check(program)?;
         graph::problems(checked.program()).iter().for_each(ui::note);
@@ -320,6 +335,13 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
         _ => Answer::Yes,
     };
+    if let (Some(output), Some(text), false) = (&output, &args.calibrating.text, args.dry_run) {
+        let perplexity = validate::perplexity(output, &checkpoint, text)?;
+        if !args.json {
+            ui::data(perplexity.before_and_after());
+        }
+        summary["perplexity"] = perplexity.json();
+    }
     if args.json {
         print_json(&summary)?;
     }

@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 the answer is no, 2 error.
 
 mod attention;
+mod calibrate;
 mod choices;
 mod compress;
 mod convert;

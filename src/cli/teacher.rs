@@ -206,6 +206,15 @@ impl Perplexity {
         format!("perplexity of {tokens} tokens: {package:.4}, the reference's {reference:.4}")
     }
 
+    /// The reference's is that of the weights before they were compressed.
+    pub(super) fn before_and_after(&self) -> String {
+        let row = |cells: [String; 3]| cells.to_vec();
+        let head = ["perplexity", "before", "after"].map(String::from);
+        let tokens = format!("of {} tokens", self.tokens);
+        let figures = [tokens, format!("{:.4}", self.reference), format!("{:.4}", self.package)];
+        crate::ui::table(&[row(head), row(figures)])
+    }
+
     pub(super) fn json(&self) -> serde_json::Value {
         json!({ "tokens": self.tokens, "package": self.package, "reference": self.reference })
     }

@@ -237,6 +237,14 @@ fn language_against_checkpoint(model: &Model, checkpoint: &Checkpoint, args: &Ar
     Ok(Report { layers, perplexity: perplexity.transpose()?, sparsity, ..report })
 }
 
+/// How well a written language model foresees a text, and how well its reference does.
+pub(super) fn perplexity(path: &Path, checkpoint: &Checkpoint, text: &Path) -> Result<Perplexity> {
+    let Some(model) = Model::open_causal(path)? else {
+        bail!("{}: only language models foresee text", path.display(); hint: "leave out `--text`");
+    };
+    Perplexity::measure(&model, checkpoint, text, Precise::Fp16)
+}
+
 fn language(model: &Model, lesson: &Lesson, precision: Precise) -> Result<Report> {
     let weights = model.packages().iter().filter_map(weights_db).reduce(f64::min);
     // A language model's cache is fp16 whatever the rest is.

@@ -1,12 +1,16 @@
 //! Quantizing a program: every constant is judged, those that are weights get the scheme that the policy
 //! has for them, and their const ops become constexpr ops. Nothing is encoded until it is written.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use super::{
+    calibration::Calibration,
     cell::Cell,
     content,
     dense::decompress,
@@ -59,8 +63,19 @@ enum Verdict {
 
 /// Compresses the weights of a program.
 pub fn apply(program: &mut Program, policy: &Policy, options: Options) -> Result<Report> {
+    apply_calibrated(program, policy, options, None)
+}
+
+/// Compresses the weights of a program by what a text taught about their inputs.
+pub fn apply_calibrated(
+    program: &mut Program,
+    policy: &Policy,
+    options: Options,
+    calibration: Option<&Arc<Calibration>>,
+) -> Result<Report> {
     let opset = opset(program)?;
     examine(policy, opset, options)?;
+    calibration.map_or(Ok(()), |c| c.check()).at("calibration")?;
     let (before, elements) = report::weigh(program);
     for function in program.functions.values_mut() {
         spell_weights(function);
@@ -81,6 +96,8 @@ pub fn apply(program: &mut Program, policy: &Policy, options: Options) -> Result
     if !options.trusted {
         candidates = finite(candidates, &mut report.skipped)?;
     }
+    let looked_up: HashSet<String> =
+        candidates.iter().filter(|c| c.role.op == "gather").map(|c| c.source.key.clone()).collect();
     let mut cells: HashMap<String, Cell> = HashMap::new();
     let mut plans: HashMap<(String, ValueId), Cell> = HashMap::new();
     for c in candidates {
@@ -89,7 +106,14 @@ pub fn apply(program: &mut Program, policy: &Policy, options: Options) -> Result
         let plan = Plan::new(scheme, &c.role, &c.source, opset).at(&c.name)?;
         let cell = match cells.get(&plan.key(&c.source)) {
             Some(known) => known.shaped(plan),
-            None => Cell::new(&c.name, &c.source, plan),
+            None => {
+                let width = shape[c.role.input];
+                let known = |all: &Arc<Calibration>| {
+                    let looked_up = looked_up.contains(&c.source.key);
+                    (all.guide(&c.source.key, width, looked_up), all.cost(&c.source.key, looked_up))
+                };
+                Cell::new(&c.name, &c.source, plan, calibration.map(known))
+            }
         };
         cells.insert(cell.key().into(), cell.clone());
         plans.insert((c.function.clone(), c.id), cell.clone());

@@ -9,9 +9,11 @@ use std::{
 use rayon::prelude::*;
 
 use super::{
-    encoded,
+    calibration::{Guide, Method},
+    encoded::{self, Encoded},
     forms::{Piece, Plan},
     pack::bytes_of,
+    scheme::Scheme,
 };
 use crate::{
     bail,
@@ -62,10 +64,14 @@ struct Shared {
     /// Packed pieces that were encoded and not yet taken.
     held: Mutex<Vec<Option<Vec<u8>>>>,
     quality: OnceLock<Quality>,
+    guide: Option<Known>,
 }
 
+/// What is known of a weight's inputs, or why nothing is, and what a relative error of its outputs costs.
+type Known = (Result<Guide, String>, Option<f64>);
+
 impl Cell {
-    pub(super) fn new(place: &str, source: &Weight, plan: Plan) -> Cell {
+    pub(super) fn new(place: &str, source: &Weight, plan: Plan, guide: Option<Known>) -> Cell {
         let pieces = plan.pieces();
         let shared = Shared {
             key: plan.key(source),
@@ -75,6 +81,7 @@ impl Cell {
             held: Mutex::new(pieces.iter().map(|_| None).collect()),
             pieces,
             quality: OnceLock::new(),
+            guide,
         };
         Cell { shared: Arc::new(shared), plan }
     }
@@ -92,6 +99,11 @@ impl Cell {
         &self.shared.key
     }
 
+    /// The weight that is compressed.
+    pub(super) fn source(&self) -> &Weight {
+        &self.shared.source
+    }
+
     pub(super) fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -99,6 +111,45 @@ impl Cell {
     /// There once the weight was encoded.
     pub(super) fn quality(&self) -> Option<Quality> {
         self.shared.quality.get().copied()
+    }
+
+    /// How codes are chosen by what is known of the inputs, or why nothing is; `None` without calibration.
+    pub(super) fn method(&self) -> Option<Result<Method, &str>> {
+        let (guide, _) = self.shared.guide.as_ref()?;
+        let plan = &self.shared.plan;
+        Some(guide.as_ref().map(|g| g.method(&plan.scheme, plan.layout())).map_err(String::as_str))
+    }
+
+    /// What a relative error of all that the weight makes costs, in nats a token.
+    pub(super) fn cost(&self) -> Option<f64> {
+        self.shared.guide.as_ref()?.1
+    }
+
+    /// The relative error of what the weight makes with each of some schemes, each code the nearest.
+    pub(super) fn losses(&self, schemes: &[Scheme]) -> Result<Vec<f64>> {
+        let Shared { source, plan, guide, .. } = &*self.shared;
+        let (layout, values) = (plan.layout(), source.floats()?);
+        let guide = guide.as_ref().and_then(|(g, _)| g.as_ref().ok());
+        let power = guide.map(|g| g.power(&values, layout)).transpose()?;
+        let importance = guide.map(Guide::importance);
+        let loss = |scheme: &Scheme| -> Result<f64> {
+            let encoded = encoded::encode(&values, layout, scheme, importance.as_deref())?;
+            match (guide, &power) {
+                (Some(guide), Some(power)) => guide.loss(source, &encoded, &values, layout, power),
+                _ => {
+                    let stats = encoded.stats(&values, layout)?;
+                    Ok(10f64.powf(-stats.sqnr_db / 10.0))
+                }
+            }
+        };
+        schemes.iter().map(loss).collect::<Result<_>>().at(format!("weight `{}`", self.shared.place))
+    }
+
+    /// The weight as it will be read, and as it was.
+    pub(super) fn decoded(&self) -> Result<(Vec<f32>, Vec<f32>)> {
+        let values = self.shared.source.floats()?;
+        let decoded = self.shared.compress(&values)?.decode(self.shared.plan.layout())?;
+        Ok((decoded, values))
     }
 
     /// Bytes of all pieces.
@@ -137,10 +188,18 @@ impl Shared {
         }
     }
 
+    fn compress(&self, values: &[f32]) -> Result<Encoded> {
+        let plan = &self.plan;
+        match &self.guide {
+            Some((Ok(guide), _)) => guide.encode(values, plan.layout(), &plan.scheme),
+            _ => encoded::encode(values, plan.layout(), &plan.scheme, None),
+        }
+    }
+
     fn encode(&self) -> Result<Vec<Option<Vec<u8>>>> {
         let plan = &self.plan;
         let values = self.source.floats()?;
-        let encoded = encoded::encode(&values, plan.layout(), &plan.scheme, None)?;
+        let encoded = self.compress(&values)?;
         let stats = encoded.stats(&values, plan.layout())?;
         let part = |p: &[f32]| p.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
         let parts: Vec<f64> = values.par_chunks(1 << 16).map(part).collect();

@@ -41,9 +41,14 @@ impl Layout<'_> {
         }
     }
 
+    /// Elements a step of an axis.
+    pub(super) fn after(&self, axis: usize) -> usize {
+        self.shape.iter().skip(axis + 1).product()
+    }
+
     /// Elements after the output axis, which is how far neighbours along it are apart.
     pub(super) fn after_output(&self) -> usize {
-        self.shape.iter().skip(self.output + 1).product()
+        self.after(self.output)
     }
 
     /// The shape of the indices of a palette, whose entries are vectors along the output axis.

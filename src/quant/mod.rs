@@ -4,11 +4,14 @@
 //! puts constexpr ops in the places of constants. Weights are encoded only while they are written, one at
 //! a time, on all cores; [`encode`] is what is done to each.
 
+mod allocate;
 mod apply;
+pub mod calibration;
 mod cell;
 mod content;
 mod dense;
 pub mod encoded;
+mod feedback;
 mod forms;
 mod fp16;
 pub mod grid;
@@ -27,7 +30,9 @@ pub mod sparse;
 mod uses;
 mod vectors;
 
-pub use apply::{Options, apply};
+pub use allocate::{Allocation, Budget, Choices, candidates};
+pub use apply::{Options, apply, apply_calibrated};
+pub use calibration::{Calibration, Inputs, Method};
 pub use cell::Quality;
 pub use dense::decompress;
 pub use encoded::{Encoded, Stats, encode};

@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde_json::json;
 
 use super::{
+    calibration::Method,
     cell::{Cell, Quality},
     scheme::Scheme,
 };
+use crate::error::Result;
 use crate::mil::{Arg, Const, Data, Program, TensorType, ValueId, types::shape_text};
 
 /// Of one program; figures that depend on the values are there once the program was written.
@@ -66,6 +68,16 @@ impl Entry {
     /// How near the written values are to the original ones, once they are written.
     pub fn quality(&self) -> Option<Quality> {
         self.cell.quality()
+    }
+
+    /// How a calibration text helped, or why it did not; `None` where there was none.
+    pub fn calibrated(&self) -> Option<Result<Method, &str>> {
+        self.cell.method()
+    }
+
+    /// The values that will be read, and those that they were made of.
+    pub fn values(&self) -> Result<(Vec<f32>, Vec<f32>)> {
+        self.cell.decoded()
     }
 
     pub fn elements(&self) -> u64 {
@@ -140,6 +152,7 @@ impl Report {
                 "bits_per_weight": e.bits_per_weight(),
                 "sqnr_db": quality.map(|q| decibels(q.sqnr_db)),
                 "max_error": quality.map(|q| q.max_error),
+                "calibrated": e.calibrated().map(|c| c.map_or_else(|why| format!("no: {why}"), |m| m.name().into())),
             })
         };
         let skipped =

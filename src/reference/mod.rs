@@ -10,13 +10,17 @@ mod modernbert;
 mod pool;
 mod postnorm;
 mod scope;
+mod watch;
 
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
-pub use self::decoder::{Decoder, DecoderOutput};
 use self::model::{Family, Model};
+pub use self::{
+    decoder::{Decoder, DecoderOutput},
+    watch::{Given, Observed, Wanted},
+};
 use crate::{
     checkpoint::{Checkpoint, Task},
     error::{Context, Result},

@@ -3,6 +3,7 @@
 #![cfg(test)]
 
 mod arrows;
+mod calibrate;
 mod check;
 mod checkpoint;
 mod cli;

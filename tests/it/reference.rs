@@ -1,5 +1,6 @@
 //! Our reference against what Transformers computed.
 
+mod calibrate;
 mod decoder;
 
 use std::{

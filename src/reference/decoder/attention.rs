@@ -60,6 +60,15 @@ impl Attention {
         Ok(Attention { qkv, norms, whole: named.is_some_and(|n| n.whole), out })
     }
 
+    pub(super) fn linears(&mut self) -> Vec<&mut Linear> {
+        let mut all: Vec<&mut Linear> = match &mut self.qkv {
+            Projections::Apart(each) => each.iter_mut().collect(),
+            Projections::Joined(all) | Projections::Grouped(all) => vec![all],
+        };
+        all.push(&mut self.out);
+        all
+    }
+
     /// Of `x` with the additive `bias` of this layer's window.
     pub(super) fn run(
         &self,

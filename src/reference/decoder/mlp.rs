@@ -50,6 +50,16 @@ impl Mlp {
         }
     }
 
+    pub(super) fn linears(&mut self) -> Vec<&mut Linear> {
+        match self {
+            Mlp::Gated(all) => all.iter_mut().collect(),
+            Mlp::Fused(all) | Mlp::Plain(all) => all.iter_mut().collect(),
+            Mlp::Experts { router, experts, .. } => {
+                std::iter::once(router).chain(experts.iter_mut().flat_map(Mlp::linears)).collect()
+            }
+        }
+    }
+
     pub(super) fn run(&self, act: &str, x: &Tensor) -> Result<Tensor> {
         match self {
             Mlp::Gated([gate, up, down]) => down.run(&(activation(act, &gate.run(x)?)? * up.run(x)?)?),

@@ -3,13 +3,17 @@
 //! The one rule: one loop for all families; what differs is data in `family`, or a number in `plan`.
 
 mod attention;
+mod calibrate;
 mod family;
 mod mlp;
 mod parts;
 mod plan;
 mod rope;
 
-use std::collections::{BTreeMap, btree_map::Entry};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    sync::Arc,
+};
 
 use candle_core::Tensor;
 
@@ -24,6 +28,7 @@ use super::{
     Inputs,
     model::check,
     scope::{Scope, rows},
+    watch::Watch,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -42,6 +47,9 @@ pub struct Decoder {
     final_norm: Option<Norm>,
     project_out: Option<Linear>,
     head: Linear,
+    /// The checkpoint's name of `words`.
+    words_path: String,
+    watch: Option<Arc<Watch>>,
 }
 
 /// What a decoder computes for `[batch, sequence]` ids.
@@ -66,7 +74,8 @@ impl Decoder {
         let root = Scope::root(&checkpoint.tensors);
         let base = base(&plan, &root)?;
         let norm = |name: &str| Norm::open(&plan, &base, name);
-        let words = base.join(plan.family.words).tensor("weight")?;
+        let words_scope = base.join(plan.family.words);
+        let words = words_scope.tensor("weight")?;
         let projection = |name: &str| {
             base.has(&format!("{name}.weight")).then(|| Linear::open(&plan, &base, name)).transpose()
         };
@@ -79,14 +88,20 @@ impl Decoder {
             layers.push(Layer::open(&plan, layer, &base.join(format!("{}.{i}", plan.family.layers)))?);
         }
         let head = root.join(plan.family.head);
-        let head_weight =
-            if plan.tied && !head.has("weight") { words.clone() } else { head.tensor("weight")? };
+        let tied = plan.tied && !head.has("weight");
+        let head_weight = if tied { words.clone() } else { head.tensor("weight")? };
+        let mut head = Linear::of(&head, head_weight)?;
+        if tied {
+            head.path = words_scope.path("weight");
+        }
         Ok(Decoder {
             words_norm: plan.family.words_norm.map(norm).transpose()?,
             final_norm: plan.family.final_norm.map(norm).transpose()?,
             project_in: projection("project_in")?,
             project_out: projection("project_out")?,
-            head: Linear::of(&head, head_weight)?,
+            head,
+            words_path: words_scope.path("weight"),
+            watch: None,
             words,
             positions,
             layers,
@@ -136,6 +151,9 @@ impl Decoder {
     fn embed(&self, inputs: &Inputs, places: &Places) -> Result<Tensor> {
         let mut x =
             (rows(&self.words, &inputs.input_ids).at(self.plan.family.words)? * self.plan.words_scale)?;
+        if let Some(watch) = &self.watch {
+            x = watch.start(&self.words_path, x)?;
+        }
         if let Some(norm) = &self.words_norm {
             x = norm.run(&x)?;
         }

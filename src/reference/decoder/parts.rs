@@ -1,19 +1,26 @@
 //! Linear layers and norms with their weights.
 
+use std::sync::Arc;
+
 use candle_core::{D, Tensor};
 
 use super::{family::NormKind, plan::Plan};
 use crate::{
     bail,
     error::{Context, Result},
-    reference::scope::{Scope, layer_norm, project},
+    reference::{
+        scope::{Scope, layer_norm, project},
+        watch::Watch,
+    },
 };
 
 pub(super) struct Linear {
-    path: String,
+    /// The checkpoint's name of the weight.
+    pub(super) path: String,
     /// `[out, in]`
-    weight: Tensor,
+    pub(super) weight: Tensor,
     bias: Option<Tensor>,
+    pub(super) watch: Option<Arc<Watch>>,
 }
 
 impl Linear {
@@ -29,7 +36,7 @@ impl Linear {
         let bias = scope.has("bias").then(|| scope.tensor("bias")).transpose()?;
         let path = scope.path("weight");
         weight.dims2().at(&path)?;
-        Ok(Linear { path, weight, bias })
+        Ok(Linear { path, weight, bias, watch: None })
     }
 
     /// Holds the weight to the shape that the config implies.
@@ -41,7 +48,11 @@ impl Linear {
     }
 
     pub(super) fn run(&self, x: &Tensor) -> Result<Tensor> {
-        project(x, &self.weight, self.bias.as_ref()).at(&self.path)
+        let Some(watch) = &self.watch else {
+            return project(x, &self.weight, self.bias.as_ref()).at(&self.path);
+        };
+        let y = watch.project(&self.path, x, &self.weight).at(&self.path)?;
+        self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.broadcast_add(bias)).at(&self.path)
     }
 }
 

@@ -343,3 +343,65 @@ fn quantized_models_that_are_wrong_fail() {
     assert_eq!(bench.run(&["validate", "w.mlpackage", "--reference", wrong]).code, 0);
     assert_eq!(bench.run(&["validate", "w.mlpackage", "--reference", right]).code, 1);
 }
+
+/// Weights are compressed by what a text taught, schemes are chosen by it, and perplexity is told.
+#[test]
+fn a_text_helps_to_quantize() {
+    let bench = Bench::with_models(&["tiny/llama"]);
+    let words: Vec<String> = (0..400).map(|i| format!("word{} of {}", i % 17, (i * 7) % 23)).collect();
+    fs::write(bench.path("text.txt"), words.join(" ")).unwrap();
+    let convert = |out: &str, more: &[&str]| {
+        let size = ["--context-length", "64", "--prefill-chunk", "16", "--no-tokenizer", "--json"];
+        let args = [&["convert", "llama", "-o", out][..], &size, more].concat();
+        let ran = bench.run(&args);
+        let json: serde_json::Value = serde_json::from_str(&ran.out).unwrap_or_default();
+        (ran.code, json, ran.err)
+    };
+    let calibrated = |json: &serde_json::Value| -> Vec<String> {
+        let tensors = json["quantization"]["tensors"].as_array().unwrap();
+        tensors.iter().map(|t| t["calibrated"].as_str().unwrap_or("-").to_string()).collect()
+    };
+    for (how, said) in [("--gptq", "gptq"), ("--importance", "importance")] {
+        let more =
+            ["--quantize", "lut4:g16", "--calibrate", "text.txt", how, "--text", "text.txt", "--force"];
+        let (code, json, err) = convert("q.mlpackage", &more);
+        assert_eq!(code, 0, "{err}");
+        let all = calibrated(&json);
+        assert!(all.iter().filter(|c| *c == said).count() > 10, "{all:?}");
+        assert_eq!(all.iter().filter(|c| c.starts_with("no: the text taught nothing")).count(), 1, "{all:?}");
+        let perplexity = &json["perplexity"];
+        let [before, after] = ["reference", "package"].map(|k| perplexity[k].as_f64().unwrap());
+        assert!(before > 1.0 && after > 1.0 && before != after, "{perplexity}");
+    }
+    let budget = ["--budget", "6.5bpw", "--calibrate", "text.txt", "--calibrate-tokens", "256"];
+    let (code, json, err) = convert("b.mlpackage", &[&budget[..], &["--write-recipe", "r.toml"]].concat());
+    assert_eq!(code, 0, "{err}");
+    assert!(json["quantization"]["bits_per_weight"]["after"].as_f64().unwrap() <= 6.5);
+    let recipe = ["--quantize", "r.toml", "--calibrate", "text.txt", "--calibrate-tokens", "256"];
+    let (code, again, err) = convert("r.mlpackage", &recipe);
+    assert_eq!(code, 0, "{err}");
+    assert_eq!(json["quantization"], again["quantization"]);
+    let contents = |name: &str| files(&bench.path(name)).into_values().collect::<Vec<_>>();
+    assert!(contents("b.mlpackage") == contents("r.mlpackage"), "the recipe makes other bytes");
+    let (code, json, err) = convert("m.mlpackage", &["--max-size", "100kB", "--calibrate", "text.txt"]);
+    assert_eq!(code, 0, "{err}");
+    assert!(json["quantization"]["weight_bytes"]["after"].as_u64().unwrap() <= 100_000);
+
+    for (more, says) in [
+        (&["--budget", "4.5bpw"][..], "--calibrate"),
+        (&["--calibrate", "text.txt"], "a calibration text is given and nothing is quantized"),
+        (&["--budget", "1bpw", "--calibrate", "text.txt"], "bytes at least"),
+        (&["--budget", "4.5MB", "--calibrate", "text.txt"], "`4.5MB` is no budget"),
+        (&["--quantize", "int8", "--calibrate", "nothing.txt"], "nothing.txt"),
+        (&["--write-recipe", "x.toml"], "nothing is quantized, so there is no recipe"),
+    ] {
+        let (code, _, err) = convert("e.mlpackage", more);
+        assert_eq!(code, 2, "{more:?}: {err}");
+        assert!(err.contains(says), "{more:?}: {err}");
+        assert!(!bench.path("e.mlpackage").exists(), "{more:?}");
+    }
+    fs::write(bench.path("short.txt"), "a").unwrap();
+    let more = ["--quantize", "int8", "--calibrate", "short.txt", "--calibrate-tokens", "1"];
+    let (code, _, err) = convert("e.mlpackage", &more);
+    assert!(code == 2 && err.contains("are no text to calibrate on"), "{err}");
+}

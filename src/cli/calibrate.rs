@@ -1,0 +1,147 @@
+//! What `convert` learns from a text before it compresses weights, and how it chooses schemes by it.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::write_beside;
+use crate::{
+    bail,
+    checkpoint::Checkpoint,
+    error::{Result, io},
+    mil::Program,
+    ops::Opset,
+    quant::{self, Budget, Calibration, Choices, Inputs, Method, Policy},
+    reference::{Decoder, Wanted},
+    ui,
+};
+
+/// Tokens of a row of calibration text.
+const ROW: usize = 512;
+/// Tokens by which it is measured how much depends on each layer, in rows of as many.
+const SENSITIVITY: (usize, usize) = (1024, 256);
+
+#[derive(clap::Args)]
+pub(super) struct Calibrating {
+    /// A text to calibrate a language model's quantization on
+    #[arg(long, value_name = "TEXT")]
+    calibrate: Option<PathBuf>,
+    /// Tokens of the text that are read
+    #[arg(long, value_name = "N", default_value_t = 4096, requires = "calibrate")]
+    calibrate_tokens: usize,
+    /// Weigh errors by the mean squares of what they are multiplied by; done when nothing else is asked for
+    #[arg(long, requires = "calibrate", conflicts_with = "gptq")]
+    importance: bool,
+    /// Also let columns make up for the rounding of those before them
+    #[arg(long, requires = "calibrate")]
+    gptq: bool,
+    /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`
+    #[arg(long, value_name = "BITS", requires = "calibrate", conflicts_with_all = ["quantize", "max_size"])]
+    budget: Option<Budget>,
+    /// Choose a scheme for each weight so that all weights are no larger
+    #[arg(long, value_name = "SIZE", requires = "calibrate", conflicts_with = "quantize", value_parser = super::convert::byte_size)]
+    max_size: Option<u64>,
+    /// Write down the recipe that was used
+    #[arg(long, value_name = "FILE.toml")]
+    write_recipe: Option<PathBuf>,
+    /// A text whose perplexity is measured before and after, as far as the context goes
+    #[arg(long, value_name = "TEXT")]
+    pub(super) text: Option<PathBuf>,
+}
+
+impl Calibrating {
+    pub(super) fn budget(&self) -> Option<Budget> {
+        self.budget.or(self.max_size.map(Budget::Bytes))
+    }
+
+    /// Runs the text through the reference.
+    pub(super) fn learn(&self, checkpoint: &Checkpoint) -> Result<Option<Arc<Calibration>>> {
+        let Some(file) = &self.calibrate else { return Ok(None) };
+        let mut decoder = Decoder::open(checkpoint)
+            .map_err(|e| e.hint("only language models can be calibrated; leave out `--calibrate`"))?;
+        let rows = rows(checkpoint, file, self.calibrate_tokens)?;
+        let tokens: usize = rows.iter().map(Vec::len).sum();
+        ui::talk(format!("  calibrating on {} tokens of {}", ui::count(tokens as u64), file.display()));
+        let method = if self.gptq { Method::Feedback } else { Method::Importance };
+        // Outputs are compared where schemes are chosen, which takes all products of inputs.
+        let whole = self.gptq || self.budget().is_some();
+        let observed = decoder.observe(&rows, if whole { Wanted::Hessians } else { Wanted::Moments })?;
+        let inputs = observed.given.into_iter().map(|(name, given)| {
+            let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
+            (name, inputs)
+        });
+        let mut calibration = Calibration {
+            method,
+            inputs: shared(inputs),
+            sensitivity: Default::default(),
+            lookup: Default::default(),
+        };
+        if self.budget().is_some() {
+            let short: Vec<Vec<u32>> = rows
+                .iter()
+                .flat_map(|row| row.chunks(SENSITIVITY.1).map(<[u32]>::to_vec))
+                .take(SENSITIVITY.0.div_ceil(SENSITIVITY.1))
+                .collect();
+            let observed = decoder.observe(&short, Wanted::Sensitivity)?;
+            (calibration.sensitivity, calibration.lookup) = (observed.sensitivity, observed.lookup);
+        }
+        Ok(Some(Arc::new(calibration)))
+    }
+
+    /// The recipe that a budget asks for.
+    pub(super) fn choose(
+        &self,
+        programs: &[&Program],
+        opset: Opset,
+        options: quant::Options,
+        calibration: &Arc<Calibration>,
+    ) -> Result<Option<Policy>> {
+        let Some(budget) = self.budget() else { return Ok(None) };
+        let candidates = options.target.welcome(quant::candidates(opset)?);
+        let choices = Choices::measure(programs, &candidates, options, calibration)?;
+        let chosen = choices.within(budget)?;
+        ui::talk(format!(
+            "  chose schemes for {:.3} bits a weight, {}; predictions are foreseen to lose {:.4} nats a token",
+            chosen.bits_per_weight,
+            ui::bytes(chosen.bytes),
+            chosen.loss
+        ));
+        Ok(Some(chosen.policy))
+    }
+
+    pub(super) fn write_recipe(&self, policy: Option<&Policy>) -> Result<()> {
+        match (&self.write_recipe, policy) {
+            (None, _) => Ok(()),
+            (Some(file), Some(policy)) => write_beside(file, policy.text()?.as_bytes()),
+            (Some(file), None) => {
+                bail!("{}: nothing is quantized, so there is no recipe", file.display(); hint: "`--quantize` or `--budget` makes one")
+            }
+        }
+    }
+}
+
+/// A text's tokens in rows that the model takes.
+fn rows(checkpoint: &Checkpoint, file: &Path, tokens: usize) -> Result<Vec<Vec<u32>>> {
+    let text = std::fs::read_to_string(file).map_err(|e| io(file, &e))?;
+    let ids = checkpoint.tokenizer()?.encode(&text)?.ids;
+    let longest = checkpoint.config.opt_usize(&["max_position_embeddings", "n_positions"])?;
+    let row = longest.map_or(ROW, |n| n.clamp(1, ROW));
+    let rows: Vec<Vec<u32>> = ids[..ids.len().min(tokens)].chunks(row).map(<[u32]>::to_vec).collect();
+    if rows.iter().all(|r| r.len() < 2) {
+        bail!("{}: {} tokens are no text to calibrate on", file.display(), ids.len().min(tokens));
+    }
+    Ok(rows)
+}
+
+/// Equal inputs are kept once.
+fn shared(inputs: impl Iterator<Item = (String, Inputs)>) -> std::collections::BTreeMap<String, Arc<Inputs>> {
+    let mut known: Vec<Arc<Inputs>> = Vec::new();
+    let mut one = |(name, inputs): (String, Inputs)| {
+        let same = known.iter().find(|k| k.moments == inputs.moments && k.hessian == inputs.hessian);
+        let inputs = same.cloned().unwrap_or_else(|| Arc::new(inputs));
+        known.push(Arc::clone(&inputs));
+        (name, inputs)
+    };
+    inputs.map(&mut one).collect()
+}

@@ -1,0 +1,350 @@
+//! Choosing a scheme for each weight so that all of them fit a size and cost as little as they can.
+//!
+//! A choice costs what its relative error of the weight's outputs costs the model's predictions. Starting
+//! from the smallest, the step that gains most for each byte is taken until none fits: first along the lower
+//! hull of each weight's choices, then wherever there is room left.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    str::FromStr,
+    sync::Arc,
+};
+
+use super::{
+    apply::{Options, apply_calibrated},
+    calibration::Calibration,
+    guard::Target,
+    policy::{Policy, Rule},
+    report::Report,
+    scheme::Scheme,
+};
+use crate::{
+    bail,
+    error::{Context, Error, Result},
+    mil::Program,
+    ops::Opset,
+};
+
+/// How large all weights may be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Budget {
+    /// Bits for each element of all weights, compressed or not.
+    BitsPerWeight(f64),
+    Bytes(u64),
+}
+
+impl FromStr for Budget {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Budget> {
+        let bits = text.strip_suffix("bpw").unwrap_or(text).trim().parse::<f64>();
+        match bits {
+            Ok(bits) if bits > 0.0 && bits <= 16.0 => Ok(Budget::BitsPerWeight(bits)),
+            _ => bail!("`{text}` is no budget"; hint: "bits for each weight, up to 16, as in `4.5bpw`"),
+        }
+    }
+}
+
+/// What was chosen.
+#[derive(Debug)]
+pub struct Allocation {
+    pub policy: Policy,
+    /// Nats a token that the model's predictions are foreseen to lose, to second order.
+    pub loss: f64,
+    /// Bytes of all weights.
+    pub bytes: u64,
+    pub bits_per_weight: f64,
+}
+
+/// What the weights of some programs may become, which are parts of one model.
+#[derive(Debug)]
+pub struct Choices {
+    items: Vec<Item>,
+    /// Bytes of weights that stay as they are.
+    fixed: u64,
+    elements: u64,
+}
+
+/// One weight and what may become of it.
+#[derive(Debug, Clone)]
+struct Item {
+    names: BTreeSet<String>,
+    choices: Vec<Choice>,
+    chosen: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    scheme: Scheme,
+    bytes: u64,
+    loss: f64,
+}
+
+/// The schemes that are chosen from.
+pub fn candidates(opset: Opset) -> Result<Vec<Scheme>> {
+    let all: &[&str] = match opset {
+        Opset::Ios15 => {
+            bail!("{opset} has none of the compressed forms"; hint: "`--minimum-os ios18` has all")
+        }
+        Opset::Ios16 | Opset::Ios17 => &["lut4", "lut6", "int8", "fp16"],
+        _ => &["lut3:g16", "lut4:g16", "lut4:g8", "lut6:g16", "int8", "fp16"],
+    };
+    all.iter().map(|text| text.parse()).collect()
+}
+
+impl Choices {
+    /// Tries every candidate on every weight.
+    pub fn measure(
+        programs: &[&Program],
+        candidates: &[Scheme],
+        options: Options,
+        calibration: &Arc<Calibration>,
+    ) -> Result<Choices> {
+        let mut items: BTreeMap<String, Item> = BTreeMap::new();
+        let (mut fixed, mut elements) = (0u64, 0u64);
+        for program in programs {
+            let mut reports: Vec<(Scheme, Report)> = Vec::new();
+            for scheme in candidates.iter().filter(|s| **s != Scheme::Dense) {
+                let policy = Policy::uniform(*scheme);
+                let report = apply_calibrated(&mut (*program).clone(), &policy, options, Some(calibration))?;
+                reports.push((*scheme, report));
+            }
+            let Some((_, first)) = reports.first() else { bail!("there is nothing to choose from") };
+            elements += first.elements;
+            fixed += first.before;
+            for entry in &first.tensors {
+                // The same weight has the same source, whatever becomes of it.
+                let source = entry.cell.source();
+                let dense = source.dtype.packed_len(source.count()).unwrap_or(0) as u64;
+                if let Some(known) = items.get_mut(&source.key) {
+                    known.names.insert(entry.name.clone());
+                    continue;
+                }
+                fixed = fixed.saturating_sub(dense);
+                let mut tried = Vec::new();
+                for (scheme, report) in &reports {
+                    let found = report.tensors.iter().find(|e| e.cell.source().key == source.key);
+                    tried.extend(found.map(|e| (*scheme, e.scheme, e.bytes)));
+                }
+                let losses = entry.cell.losses(&tried.iter().map(|t| t.1).collect::<Vec<_>>())?;
+                let cost = entry.cell.cost().unwrap_or(f64::NAN);
+                let choice = |((scheme, _, bytes), loss): (&(Scheme, Scheme, u64), f64)| Choice {
+                    scheme: *scheme,
+                    bytes: *bytes,
+                    loss: loss * cost,
+                };
+                let mut choices: Vec<Choice> = tried.iter().zip(losses).map(choice).collect();
+                if candidates.contains(&Scheme::Dense) {
+                    choices.push(Choice { scheme: Scheme::Dense, bytes: dense, loss: 0.0 });
+                }
+                let names = [entry.name.clone()].into();
+                items.insert(source.key.clone(), Item { names, choices, chosen: 0 });
+            }
+        }
+        let mut items: Vec<Item> = items.into_values().collect();
+        if items.is_empty() {
+            bail!("there is no weight to quantize");
+        }
+        estimate_unknown(&mut items);
+        Ok(Choices { items, fixed, elements })
+    }
+
+    /// The best of them within a budget.
+    pub fn within(&self, budget: Budget) -> Result<Allocation> {
+        let mut items = self.items.clone();
+        let limit = match budget {
+            Budget::Bytes(bytes) => bytes,
+            #[expect(
+                clippy::cast_precision_loss,
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "a size in bytes"
+            )]
+            Budget::BitsPerWeight(bits) => (bits * self.elements as f64 / 8.0) as u64,
+        };
+        let room = limit.saturating_sub(self.fixed);
+        if let Err(least) = choose(&mut items, room) {
+            let least = least + self.fixed;
+            let bits = bits(least, self.elements);
+            bail!("the weights take {least} bytes at least, {bits:.2} bits each; {limit} bytes are allowed"; hint: "allow more, or quantize by a recipe of your own");
+        }
+        let chosen = || items.iter().map(|i| i.choices[i.chosen]);
+        let bytes = self.fixed + chosen().map(|c| c.bytes).sum::<u64>();
+        Ok(Allocation {
+            loss: chosen().map(|c| c.loss).sum(),
+            policy: policy(&items)?,
+            bytes,
+            bits_per_weight: bits(bytes, self.elements),
+        })
+    }
+
+    /// What a scheme alone takes, in bytes of all weights, and costs; weights that do not take it stay.
+    pub fn uniform(&self, scheme: &Scheme) -> (u64, f64) {
+        let mut sum = (self.fixed, 0.0);
+        for item in &self.items {
+            let choice = item.choices.iter().find(|c| c.scheme == *scheme).or(item.choices.last());
+            sum = choice.map_or(sum, |c| (sum.0 + c.bytes, sum.1 + c.loss));
+        }
+        sum
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio that is shown")]
+fn bits(bytes: u64, elements: u64) -> f64 {
+    bytes as f64 * 8.0 / elements.max(1) as f64
+}
+
+/// A weight of which the text says nothing counts as those do of which it does, by its size.
+fn estimate_unknown(items: &mut [Item]) {
+    let (mut known, mut size) = (0.0, 0.0);
+    let largest = |i: &Item| i.choices.iter().map(|c| c.bytes).max().unwrap_or(0) as f64;
+    for item in items.iter().filter(|i| i.choices.iter().all(|c| c.loss.is_finite())) {
+        known += item.choices.iter().map(|c| c.loss).fold(0.0, f64::max);
+        size += largest(item);
+    }
+    for item in items {
+        let share = if size > 0.0 { known * largest(item) / size } else { largest(item) };
+        if item.choices.iter().any(|c| !c.loss.is_finite()) {
+            // Each bit halves an error's size.
+            let bits = |c: &Choice| c.bytes as f64 / largest(item).max(1.0) * 16.0;
+            let losses: Vec<f64> =
+                item.choices.iter().map(|c| share * (-1.386 * (bits(c) - 3.0)).exp()).collect();
+            item.choices.iter_mut().zip(losses).for_each(|(c, loss)| c.loss = loss);
+        }
+    }
+}
+
+/// Chooses within a size; where even the smallest choices are larger, gives their size.
+fn choose(items: &mut [Item], limit: u64) -> std::result::Result<(), u64> {
+    for item in items.iter_mut() {
+        item.choices.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.loss.total_cmp(&b.loss)));
+        // What is larger and no better is never chosen.
+        let mut best = f64::INFINITY;
+        item.choices.retain(|c| {
+            c.loss < best && {
+                best = c.loss;
+                true
+            }
+        });
+        item.chosen = 0;
+    }
+    let mut size: u64 = items.iter().map(|i| i.choices[0].bytes).sum();
+    if size > limit {
+        return Err(size);
+    }
+    loop {
+        let room = limit - size;
+        let mut step: Option<(f64, usize, usize)> = None;
+        for (at, item) in items.iter().enumerate() {
+            let now = item.choices[item.chosen];
+            for (next, choice) in item.choices.iter().enumerate().skip(item.chosen + 1) {
+                let more = choice.bytes - now.bytes;
+                #[expect(clippy::cast_precision_loss, reason = "a rate to compare")]
+                let gain = (now.loss - choice.loss) / more.max(1) as f64;
+                if more <= room && step.is_none_or(|s| gain > s.0) {
+                    step = Some((gain, at, next));
+                }
+            }
+        }
+        let Some((_, at, next)) = step else { return Ok(()) };
+        size += items[at].choices[next].bytes - items[at].choices[items[at].chosen].bytes;
+        items[at].chosen = next;
+    }
+}
+
+/// The recipe: the scheme of most is the default, all others are named.
+fn policy(items: &[Item]) -> Result<Policy> {
+    let mut counts: BTreeMap<String, (u64, Scheme)> = BTreeMap::new();
+    for item in items {
+        let choice = item.choices[item.chosen];
+        let sum = counts.entry(choice.scheme.to_string()).or_insert((0, choice.scheme));
+        sum.0 += item.names.len() as u64;
+    }
+    let Some((_, default)) = counts.values().max_by_key(|(n, _)| *n) else { bail!("there is no weight") };
+    let mut policy = Policy::uniform(*default);
+    for item in items {
+        let scheme = item.choices[item.chosen].scheme;
+        for name in item.names.iter().filter(|_| scheme != *default) {
+            policy.rules.push(Rule::new(Some(&escaped(name)), None, scheme).at(name)?);
+        }
+    }
+    Ok(policy)
+}
+
+/// The pattern that only this name fits.
+fn escaped(name: &str) -> String {
+    globset::escape(name)
+}
+
+impl Target {
+    /// Those of some schemes that are worth it on the target.
+    pub fn welcome(self, schemes: Vec<Scheme>) -> Vec<Scheme> {
+        schemes.into_iter().filter(|s| self.refuse(s).is_ok()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn item(name: &str, choices: &[(u64, f64)]) -> Item {
+        let choice =
+            |(bytes, loss): &(u64, f64)| Choice { scheme: Scheme::Dense, bytes: *bytes, loss: *loss };
+        Item { names: [name.to_string()].into(), choices: choices.iter().map(choice).collect(), chosen: 0 }
+    }
+
+    fn cost(items: &[Item]) -> (u64, f64) {
+        items.iter().map(|i| i.choices[i.chosen]).fold((0, 0.0), |s, c| (s.0 + c.bytes, s.1 + c.loss))
+    }
+
+    /// Against every combination there is: never over the limit, and near the best.
+    #[test]
+    fn choices_are_near_the_best_there_are() {
+        let mut state = 7u32;
+        let mut next = |n: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) % n
+        };
+        let (mut found, mut possible) = (0.0, 0.0);
+        for _ in 0..40 {
+            let mut items: Vec<Item> = (0..5)
+                .map(|_| {
+                    let size = 20 + next(30);
+                    let weight = f64::from(next(100) + 1);
+                    let choices =
+                        [3u32, 4, 6, 8].map(|b| (u64::from(b * size), weight * 0.25f64.powi(b as i32)));
+                    item("x", &choices)
+                })
+                .collect();
+            let least: u64 = items.iter().map(|i| i.choices[0].bytes).sum();
+            let limit = least + u64::from(next(600));
+            let mut best = f64::INFINITY;
+            for code in 0..4usize.pow(5) {
+                for (i, item) in items.iter_mut().enumerate() {
+                    item.chosen = code / 4usize.pow(i as u32) % 4;
+                }
+                let (size, loss) = cost(&items);
+                if size <= limit {
+                    best = best.min(loss);
+                }
+            }
+            choose(&mut items, limit).unwrap();
+            let (size, loss) = cost(&items);
+            assert!(size <= limit, "{size} {limit}");
+            assert_eq!(choose(&mut items, least - 1), Err(least));
+            found += loss;
+            possible += best;
+        }
+        assert!(found < 1.15 * possible, "{found} {possible}");
+    }
+
+    #[test]
+    fn budgets_are_read() {
+        assert_eq!("4.5bpw".parse::<Budget>().unwrap(), Budget::BitsPerWeight(4.5));
+        assert_eq!("6".parse::<Budget>().unwrap(), Budget::BitsPerWeight(6.0));
+        for bad in ["", "0bpw", "-1", "17bpw", "4.5MB", "NaN"] {
+            let error = bad.parse::<Budget>().unwrap_err();
+            assert_eq!(error.message(), format!("`{bad}` is no budget"));
+        }
+    }
+}

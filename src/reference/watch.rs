@@ -1,0 +1,252 @@
+//! Watching linear layers while a text runs through them: what they are given, and how much the text's
+//! likelihood depends on what they make of it.
+//!
+//! Sums are added in the order of the text; layers that are given the same tensor share what is known of it.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Storage, Tensor, TensorId, Var};
+
+use super::scope::project;
+use crate::{bail, error::Result};
+
+/// What is to be learnt of linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// Mean squares of each input channel.
+    Moments,
+    /// Mean products of every two input channels.
+    Hessians,
+    /// How much the model's predictions depend on each layer.
+    Sensitivity,
+}
+
+/// What all layers were given that were given the same.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Given {
+    pub tokens: u64,
+    /// The mean square of each input channel.
+    pub moments: Vec<f32>,
+    /// The mean product of every two input channels, row-major.
+    pub hessian: Option<Vec<f32>>,
+}
+
+/// By the checkpoint's name of a layer's weight.
+#[derive(Debug, Clone, Default)]
+pub struct Observed {
+    pub given: BTreeMap<String, Arc<Given>>,
+    /// What a relative error of a layer's outputs costs: nats of divergence a token for an error as large as
+    /// the outputs themselves, to second order.
+    pub sensitivity: BTreeMap<String, f64>,
+    /// The same for the table of words, where rows of it are looked up.
+    pub lookup: BTreeMap<String, f64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Watch {
+    wanted: Wanted,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    groups: Vec<Group>,
+    layers: BTreeMap<String, usize>,
+    last: Option<(TensorId, usize)>,
+    slopes: BTreeMap<String, Slopes>,
+    lookup: BTreeMap<String, Slopes>,
+    /// Where slopes begin.
+    start: Option<(String, Tensor)>,
+}
+
+#[derive(Debug)]
+struct Group {
+    tokens: u64,
+    moments: Vec<f64>,
+    hessian: Option<Tensor>,
+    last: TensorId,
+}
+
+/// Sums over tokens of squared outputs and of the likelihood's squared slopes, for each output.
+#[derive(Debug, Default)]
+struct Slopes {
+    outputs: Vec<f64>,
+    output_tokens: u64,
+    slopes: Vec<f64>,
+    tokens: u64,
+}
+
+impl Watch {
+    pub(super) fn new(wanted: Wanted) -> Arc<Watch> {
+        Arc::new(Watch { wanted, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `x · weightᵀ`, as it is without being watched.
+    pub(super) fn project(self: &Arc<Self>, path: &str, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        if self.wanted != Wanted::Sensitivity {
+            self.see(path, x)?;
+            return project(x, weight, None);
+        }
+        let y = project(&x.detach(), weight, None)?;
+        let (sums, rows) = squares(&y)?;
+        let mut state = self.state();
+        let known = state.slopes.entry(path.to_string()).or_default();
+        add(&mut known.outputs, &sums);
+        known.output_tokens += rows;
+        drop(state);
+        let op = Watched { path: path.into(), weight: weight.clone(), y, watch: Arc::clone(self) };
+        Ok(x.apply_op1(op)?)
+    }
+
+    fn see(&self, path: &str, x: &Tensor) -> Result<()> {
+        let mut state = self.state();
+        let same = state.last.filter(|(id, _)| *id == x.id()).map(|(_, group)| group);
+        let group = match (state.layers.get(path), same) {
+            (Some(group), _) if state.groups[*group].last == x.id() => return Ok(()),
+            (Some(group), _) => *group,
+            (None, Some(group)) => {
+                state.layers.insert(path.into(), group);
+                return Ok(());
+            }
+            (None, None) => {
+                let group = state.groups.len();
+                state.groups.push(Group { tokens: 0, moments: Vec::new(), hessian: None, last: x.id() });
+                state.layers.insert(path.into(), group);
+                group
+            }
+        };
+        state.last = Some((x.id(), group));
+        let (sums, rows) = squares(x)?;
+        let known = &mut state.groups[group];
+        known.last = x.id();
+        known.tokens += rows;
+        add(&mut known.moments, &sums);
+        if self.wanted == Wanted::Hessians {
+            let x = x.reshape(((), sums.len()))?;
+            let products = x.t()?.matmul(&x)?;
+            known.hessian = Some(match known.hessian.take() {
+                Some(sum) => (sum + products)?,
+                None => products,
+            });
+        }
+        Ok(())
+    }
+
+    /// Makes what was looked up the start of slopes.
+    pub(super) fn start(&self, path: &str, x: Tensor) -> Result<Tensor> {
+        if self.wanted != Wanted::Sensitivity {
+            return Ok(x);
+        }
+        let (sums, rows) = squares(&x)?;
+        let start = Var::from_tensor(&x)?.into_inner();
+        let mut state = self.state();
+        let known = state.lookup.entry(path.to_string()).or_default();
+        add(&mut known.outputs, &sums);
+        known.output_tokens += rows;
+        state.start = Some((path.to_string(), start.clone()));
+        Ok(start)
+    }
+
+    /// Follows the slopes of `sum` back to the start.
+    pub(super) fn follow(&self, sum: &Tensor) -> Result<()> {
+        let slopes = sum.backward()?;
+        let Some((path, start)) = self.state().start.take() else { bail!("slopes begin nowhere") };
+        let Some(slope) = slopes.get(&start) else { bail!("`{path}` has no slope") };
+        let (sums, rows) = squares(slope)?;
+        let mut state = self.state();
+        let known = state.lookup.entry(path).or_default();
+        add(&mut known.slopes, &sums);
+        known.tokens += rows;
+        Ok(())
+    }
+
+    fn slope(&self, path: &str, slope: &Tensor) -> Result<()> {
+        let (sums, rows) = squares(slope)?;
+        let mut state = self.state();
+        let known = state.slopes.entry(path.to_string()).or_default();
+        add(&mut known.slopes, &sums);
+        known.tokens += rows;
+        Ok(())
+    }
+
+    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "means, kept in f32")]
+    pub(super) fn finish(&self) -> Result<Observed> {
+        let mut state = self.state();
+        let State { groups, layers, slopes, lookup, .. } = std::mem::take(&mut *state);
+        let mut known = Vec::with_capacity(groups.len());
+        for g in groups {
+            let n = g.tokens.max(1) as f64;
+            let hessian = match g.hessian {
+                Some(sum) => {
+                    let mut all = sum.flatten_all()?.to_vec1::<f32>()?;
+                    all.iter_mut().for_each(|v| *v = (f64::from(*v) / n) as f32);
+                    Some(all)
+                }
+                None => None,
+            };
+            let moments = g.moments.iter().map(|m| (m / n) as f32).collect();
+            known.push(Arc::new(Given { tokens: g.tokens, moments, hessian }));
+        }
+        let given = layers.into_iter().map(|(name, group)| (name, Arc::clone(&known[group]))).collect();
+        let cost = |s: &Slopes| {
+            let n = s.output_tokens.max(1) as f64 * s.tokens.max(1) as f64;
+            0.5 * s.outputs.iter().zip(&s.slopes).map(|(y, g)| y * g).sum::<f64>() / n
+        };
+        let costs =
+            |of: &BTreeMap<String, Slopes>| of.iter().map(|(name, s)| (name.clone(), cost(s))).collect();
+        Ok(Observed { given, sensitivity: costs(&slopes), lookup: costs(&lookup) })
+    }
+}
+
+/// Sums of squares along the last axis, over all rows.
+fn squares(x: &Tensor) -> Result<(Vec<f64>, u64)> {
+    let Some(&width) = x.dims().last() else { bail!("a scalar has no channels") };
+    let values = x.contiguous()?.flatten_all()?.to_vec1::<f32>()?;
+    let mut sums = vec![0f64; width];
+    for row in values.chunks(width.max(1)) {
+        sums.iter_mut().zip(row).for_each(|(s, v)| *s += f64::from(*v).powi(2));
+    }
+    Ok((sums, (values.len() / width.max(1)) as u64))
+}
+
+fn add(to: &mut Vec<f64>, sums: &[f64]) {
+    to.resize(sums.len(), 0.0);
+    to.iter_mut().zip(sums).for_each(|(a, b)| *a += b);
+}
+
+/// A product that is computed already; on the way back the slope is noted, and none is made for the weight.
+struct Watched {
+    path: String,
+    weight: Tensor,
+    y: Tensor,
+    watch: Arc<Watch>,
+}
+
+impl CustomOp1 for Watched {
+    fn name(&self) -> &'static str {
+        "watched-linear"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let y = self.y.contiguous()?;
+        let (storage, layout) = y.storage_and_layout();
+        match (&*storage, layout.start_offset()) {
+            (Storage::Cpu(storage), 0) => Ok((storage.clone(), y.shape().clone())),
+            _ => candle_core::bail!("the product is not in memory from its start on"),
+        }
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, slope: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let refused = |e: crate::Error| candle_core::Error::Msg(e.to_string());
+        self.watch.slope(&self.path, slope).map_err(refused)?;
+        let back = project(slope, &self.weight.t()?, None).map_err(refused)?;
+        Ok(Some(back))
+    }
+}

@@ -1,0 +1,144 @@
+//! What the reference learns from a text, against the same computed by hand.
+
+use silane::{
+    checkpoint::Checkpoint,
+    reference::{Decoder, Wanted},
+};
+
+use super::models;
+
+fn rows(count: u32, length: u32) -> Vec<Vec<u32>> {
+    (0..count).map(|r| (0..length).map(|i| (r * 31 + i * i * 7 + i * 13 + 3) % 90 + 5).collect()).collect()
+}
+
+fn open(name: &str) -> (Checkpoint, Decoder) {
+    let checkpoint = Checkpoint::open_dir(&models().join("tiny").join(name)).unwrap();
+    let decoder = Decoder::open(&checkpoint).unwrap();
+    (checkpoint, decoder)
+}
+
+#[test]
+fn inputs_of_linear_layers_are_summed_up() {
+    let rows = rows(3, 17);
+    let (checkpoint, mut decoder) = open("llama");
+    let gain = |name: &str| checkpoint.tensors.floats(name).unwrap();
+    // What the first projections are given is the normed words; what the head is given is an output.
+    let mut first = Vec::new();
+    let mut last = Vec::new();
+    for row in &rows {
+        let out = decoder.forward(std::slice::from_ref(row), None).unwrap();
+        let gain = gain("model.layers.0.input_layernorm.weight");
+        for x in out.taps[0].squeeze(0).unwrap().to_vec2::<f32>().unwrap() {
+            let mean = x.iter().map(|v| v * v).sum::<f32>() / x.len() as f32;
+            first.push(x.iter().zip(&gain).map(|(v, g)| v * g / (mean + 1e-6).sqrt()).collect::<Vec<f32>>());
+        }
+        last.extend(out.last_hidden_state.squeeze(0).unwrap().to_vec2::<f32>().unwrap());
+    }
+    let observed = decoder.observe(&rows, Wanted::Hessians).unwrap();
+    let own = checkpoint.tensors.contains("lm_head.weight");
+    let head = if own { "lm_head.weight" } else { "model.embed_tokens.weight" };
+    for (name, inputs) in [
+        ("model.layers.0.self_attn.q_proj.weight", &first),
+        ("model.layers.0.self_attn.v_proj.weight", &first),
+        (head, &last),
+    ] {
+        let seen = &observed.given[name];
+        let (n, width) = (inputs.len(), inputs[0].len());
+        assert_eq!((seen.tokens, seen.moments.len()), (n as u64, width), "{name}");
+        let hessian = seen.hessian.as_ref().unwrap();
+        for i in 0..width {
+            for j in 0..width {
+                let want = inputs.iter().map(|x| f64::from(x[i] * x[j])).sum::<f64>() / n as f64;
+                let got = f64::from(hessian[i * width + j]);
+                assert!((want - got).abs() < 1e-4 * (1.0 + want.abs()), "{name} {i} {j}: {got} for {want}");
+            }
+            assert!((seen.moments[i] - hessian[i * width + i]).abs() < 1e-4 * (1.0 + seen.moments[i]));
+        }
+    }
+    // Every weight that is multiplied is known, and watching changes nothing.
+    for (name, [_, width]) in decoder.weights().into_iter().filter(|(n, _)| n != "model.embed_tokens.weight")
+    {
+        assert_eq!(observed.given[&name].moments.len(), width, "{name}");
+    }
+    let again = decoder.observe(&rows, Wanted::Hessians).unwrap();
+    assert_eq!(again.given, observed.given);
+    let moments = decoder.observe(&rows, Wanted::Moments).unwrap();
+    assert!(moments.given.values().all(|g| g.hessian.is_none()));
+    assert_eq!(moments.given[head].moments, observed.given[head].moments);
+}
+
+/// Noise of a known size on a layer's weight costs about the divergence that was foreseen.
+#[test]
+fn sensitivity_foresees_the_divergence() {
+    for name in ["llama", "gemma3_text", "gpt2"] {
+        let rows = rows(6, 24);
+        let (_, mut decoder) = open(name);
+        let observed = decoder.observe(&rows, Wanted::Sensitivity).unwrap();
+        let given = decoder.observe(&rows, Wanted::Hessians).unwrap().given;
+        let logits = |decoder: &Decoder| -> Vec<Vec<f64>> {
+            let mut all = Vec::new();
+            for row in &rows {
+                let logits = decoder.forward(std::slice::from_ref(row), None).unwrap().logits;
+                for l in logits.squeeze(0).unwrap().to_vec2::<f32>().unwrap() {
+                    let top = l.iter().copied().fold(f32::MIN, f32::max);
+                    let sum = l.iter().map(|v| f64::from(v - top).exp()).sum::<f64>().ln();
+                    all.push(l.iter().map(|v| f64::from(v - top) - sum).collect());
+                }
+            }
+            all
+        };
+        let before = logits(&decoder);
+        let (mut foreseen, mut seen) = (0.0, 0.0);
+        let layers: Vec<String> = observed.sensitivity.keys().cloned().collect();
+        for path in layers.iter().filter(|p| p.contains("mlp") || p.contains("attn")) {
+            let weight = decoder.weight(path).unwrap();
+            let width = given[path].moments.len();
+            // Noise that moves each output by a tenth of a percent of its power.
+            let power = |row: &[f32]| {
+                let h = given[path].hessian.as_ref().unwrap();
+                let part = |i: usize| {
+                    row.iter().enumerate().map(|(j, b)| row[i] * b * h[i * width + j]).sum::<f32>()
+                };
+                f64::from((0..width).map(part).sum::<f32>())
+            };
+            let mut state = 12345u64;
+            let mut noise = || {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+            };
+            let mut noisy = Vec::new();
+            for row in weight.chunks(width) {
+                let off: Vec<f32> = row.iter().map(|_| noise()).collect();
+                let scale = (1e-3 * power(row) / power(&off).max(1e-30)).sqrt() as f32;
+                noisy.extend(row.iter().zip(&off).map(|(w, o)| w + o * scale));
+            }
+            decoder.replace(path, noisy).unwrap();
+            let after = logits(&decoder);
+            decoder.replace(path, weight).unwrap();
+            let divergence =
+                |(p, q): (&Vec<f64>, &Vec<f64>)| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+            seen += before.iter().zip(&after).map(divergence).sum::<f64>() / before.len() as f64;
+            foreseen += 1e-3 * observed.sensitivity[path];
+        }
+        println!("{name}: {seen:.3e} for {foreseen:.3e}");
+        assert!(seen / foreseen > 0.5 && seen / foreseen < 2.0, "{name}: {seen:e} for {foreseen:e}");
+    }
+}
+
+#[test]
+fn other_weights_take_the_place_of_the_models_own() {
+    let (_, mut decoder) = open("llama");
+    let row = rows(1, 12).remove(0);
+    let (before, n) = decoder.surprise(&row).unwrap();
+    assert_eq!(n, 11);
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let weight = decoder.weight(name).unwrap();
+    decoder.replace(name, weight.iter().map(|v| v * 2.0).collect()).unwrap();
+    assert_ne!(decoder.surprise(&row).unwrap().0, before);
+    decoder.replace(name, weight.clone()).unwrap();
+    assert_eq!(decoder.surprise(&row).unwrap().0, before);
+    let short = decoder.replace(name, vec![0.0; 3]).unwrap_err();
+    assert!(short.message().contains("3 values for a weight"), "{short}");
+    let unknown = decoder.replace("nothing.weight", weight).unwrap_err();
+    assert_eq!(unknown.message(), "the model has no weight `nothing.weight`");
+}
