@@ -3,10 +3,9 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use silane::{
-    checkpoint::{Checkpoint, Task},
-    mil::{DType, Program},
-    models::{self, Chunks, Parts, Plan},
-    nn::cache::Update,
+    checkpoint::Checkpoint,
+    mil::Program,
+    models::{self, Chunks, Plan},
     ops::Opset,
     passes,
     quant::{
@@ -28,22 +27,8 @@ impl Model {
     fn new(name: &str) -> Model {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/models/tiny").join(name);
         let checkpoint = Checkpoint::open_dir(&dir).unwrap();
-        let chunks = Chunks {
-            contexts: vec![64],
-            chunk: Some(16),
-            all_logits: false,
-            update: Update::Slice,
-            parts: Parts::Count(1),
-        };
-        let plan = Plan {
-            task: Task::CausalLm,
-            batch: 1,
-            tokens: None,
-            token_type_ids: false,
-            float: DType::F16,
-            opset: Opset::Ios18,
-            chunks,
-        };
+        let chunks = Chunks { contexts: vec![64], chunk: Some(16), ..Chunks::default() };
+        let plan = Plan::language(chunks);
         let kind = checkpoint.config.model_type().unwrap();
         let mut program = models::build(&checkpoint, &plan, kind).unwrap().remove(0).program;
         passes::tidy(&mut program).unwrap();
