@@ -284,6 +284,11 @@ impl Session<'_> {
         self.prefills.first().map(|p| p.tokens)
     }
 
+    /// How many tokens each prefill function sees.
+    pub(super) fn edges(&self) -> Vec<usize> {
+        self.prefills.iter().map(|p| p.positions.1 + p.tokens).collect()
+    }
+
     /// The function for a chunk at a position that sees the least it has to; where the chunk is not the
     /// prompt's last, a block-sparse one if there is one.
     fn prefill(&self, position: usize, last: bool) -> Option<Prefill> {

@@ -134,7 +134,7 @@ pub(super) fn examine(model: &Model, lesson: &Lesson, precision: Precise, share:
         for (id, expected) in ids.iter().zip(expected) {
             seen.add("of decode", &session.decode(*id)?, expected, share);
         }
-        for length in lengths(session.chunk(), ids.len()) {
+        for length in lengths(session.chunk(), &session.edges(), ids.len()) {
             let mut session = model.session(precision.into())?;
             let scores = session.prompt(&ids[..length])?;
             seen.add("of prefill", &scores, &expected[length - 1], share);
@@ -150,10 +150,12 @@ pub(super) fn examine(model: &Model, lesson: &Lesson, precision: Precise, share:
     Ok(seen)
 }
 
-/// Prompt lengths on both sides of the first two chunks, and the whole.
-fn lengths(chunk: Option<usize>, all: usize) -> Vec<usize> {
+/// Prompt lengths on both sides of the first two chunks and of the tokens that each prefill function sees,
+/// and the whole.
+fn lengths(chunk: Option<usize>, edges: &[usize], all: usize) -> Vec<usize> {
     let Some(t) = chunk else { return Vec::new() };
     let mut lengths = vec![1, t.saturating_sub(1), t, t + 1, 2 * t, 2 * t + 1, all];
+    lengths.extend(edges.iter().flat_map(|e| [e.saturating_sub(1), *e, e + 1]));
     lengths.retain(|n| (1..=all).contains(n));
     lengths.sort_unstable();
     lengths.dedup();
