@@ -1,12 +1,12 @@
 //! What quantization costs a language model: perplexity and true bits a weight, scheme by scheme.
 //!
 //! ```text
-//! cargo bench --profile dev --bench perplexity -- CHECKPOINT [TOKENS TO CALIBRATE ON] [TOKENS TO FORESEE]
+//! cargo bench --profile dev --bench perplexity -- CHECKPOINT [TOKENS TO CALIBRATE ON [TOKENS TO FORESEE [ROWS]]]
 //! ```
 //!
 //! Calibrated on the first two chapters of a novel, measured on those from the third on. Every weight that
 //! is multiplied, and the table of words, goes through `quant` as a weight of a program; what is read back is
-//! run by the reference, a row of 512 tokens at a time.
+//! run by the reference, a row of 512 tokens at a time. ROWS is a part of the names of rows that are wanted.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a bench reports, and fails by panicking")]
 
 use std::{collections::BTreeMap, io::Write, sync::Arc, time::Instant};
@@ -51,19 +51,18 @@ fn main() {
     let short: Vec<Vec<u32>> =
         taught.iter().flat_map(|r| r.chunks(256).map(<[u32]>::to_vec)).take(4).collect();
     let lean = decoder.observe(&short, Wanted::Sensitivity).unwrap();
-    let known = |method| {
-        let inputs = given.iter().map(|(name, given)| {
-            let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
-            (name.clone(), Arc::new(inputs))
-        });
-        Arc::new(Calibration {
-            method,
-            inputs: inputs.collect(),
-            sensitivity: lean.sensitivity.clone(),
-            lookup: lean.lookup.clone(),
-        })
+    let inputs = given.iter().map(|(name, given)| {
+        let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
+        (name.clone(), Arc::new(inputs))
+    });
+    let importance = Calibration {
+        method: Method::Importance,
+        inputs: inputs.collect(),
+        sensitivity: lean.sensitivity,
+        lookup: lean.lookup,
     };
-    let (importance, gptq) = (known(Method::Importance), known(Method::Feedback));
+    let gptq = Arc::new(Calibration { method: Method::Feedback, ..importance.clone() });
+    let importance = Arc::new(importance);
     println!("(calibration: {:.0} s)", start.elapsed().as_secs_f64());
 
     let options = Options { allow_slow: true, trusted: true, ..Options::default() };
@@ -72,6 +71,9 @@ fn main() {
     let choices = Choices::measure(&[&bench.program], &schemes, options, &importance).unwrap();
     println!("(choices: {:.0} s)", start.elapsed().as_secs_f64());
     let mut one = |name: &str, policy: &Policy, how: Option<&Arc<Calibration>>, foreseen: Option<f64>| {
+        if args.get(3).is_some_and(|part| !name.contains(part.as_str())) {
+            return;
+        }
         let start = Instant::now();
         let bits = bench.quantize(&mut decoder, policy, options, how);
         let perplexity = bench.perplexity(&decoder, &asked);

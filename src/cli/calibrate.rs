@@ -1,6 +1,7 @@
 //! What `convert` learns from a text before it compresses weights, and how it chooses schemes by it.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -13,7 +14,7 @@ use crate::{
     mil::Program,
     ops::Opset,
     quant::{self, Budget, Calibration, Choices, Inputs, Method, Policy},
-    reference::{Decoder, Wanted},
+    reference::{Decoder, Given, Wanted},
     ui,
 };
 
@@ -67,15 +68,11 @@ impl Calibrating {
         // Outputs are compared where schemes are chosen, which takes all products of inputs.
         let whole = self.gptq || self.budget().is_some();
         let observed = decoder.observe(&rows, if whole { Wanted::Hessians } else { Wanted::Moments })?;
-        let inputs = observed.given.into_iter().map(|(name, given)| {
-            let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
-            (name, inputs)
-        });
         let mut calibration = Calibration {
             method,
-            inputs: shared(inputs),
-            sensitivity: Default::default(),
-            lookup: Default::default(),
+            inputs: shared(observed.given),
+            sensitivity: BTreeMap::new(),
+            lookup: BTreeMap::new(),
         };
         if self.budget().is_some() {
             let short: Vec<Vec<u32>> = rows
@@ -134,14 +131,17 @@ fn rows(checkpoint: &Checkpoint, file: &Path, tokens: usize) -> Result<Vec<Vec<u
     Ok(rows)
 }
 
-/// Equal inputs are kept once.
-fn shared(inputs: impl Iterator<Item = (String, Inputs)>) -> std::collections::BTreeMap<String, Arc<Inputs>> {
-    let mut known: Vec<Arc<Inputs>> = Vec::new();
-    let mut one = |(name, inputs): (String, Inputs)| {
-        let same = known.iter().find(|k| k.moments == inputs.moments && k.hessian == inputs.hessian);
-        let inputs = same.cloned().unwrap_or_else(|| Arc::new(inputs));
-        known.push(Arc::clone(&inputs));
+/// What several layers are given is kept once.
+fn shared(given: BTreeMap<String, Arc<Given>>) -> BTreeMap<String, Arc<Inputs>> {
+    let mut known: Vec<(Arc<Given>, Arc<Inputs>)> = Vec::new();
+    let mut one = |(name, given): (String, Arc<Given>)| {
+        if let Some((_, inputs)) = known.iter().find(|(g, _)| Arc::ptr_eq(g, &given)) {
+            return (name, Arc::clone(inputs));
+        }
+        let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
+        let inputs = Arc::new(inputs);
+        known.push((given, Arc::clone(&inputs)));
         (name, inputs)
     };
-    inputs.map(&mut one).collect()
+    given.into_iter().map(&mut one).collect()
 }

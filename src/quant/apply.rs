@@ -76,10 +76,10 @@ pub fn apply_calibrated(
     let opset = opset(program)?;
     examine(policy, opset, options)?;
     calibration.map_or(Ok(()), |c| c.check()).at("calibration")?;
-    let (before, elements) = report::weigh(program);
     for function in program.functions.values_mut() {
         spell_weights(function);
     }
+    let (before, elements) = report::weigh(program);
     if options.recompress {
         decompress(program)?;
     }

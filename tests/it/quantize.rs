@@ -555,3 +555,19 @@ fn compressed_packages_are_made_dense() {
         assert!(check(program).is_ok(), "{name}");
     }
 }
+
+/// Elements are those of weights, whether they are bound to ops or spelt as constants.
+#[test]
+fn bits_are_those_of_an_element() {
+    for scheme in ["int8", "lut4"] {
+        let mut p = program(Opset::Ios18, DType::F16);
+        let report = apply(&mut p, scheme);
+        let weights: u64 = report.tensors.iter().map(|e| e.elements()).sum();
+        assert!(report.elements >= weights, "{scheme}: {} of {weights}", report.elements);
+        let mut again = program(Opset::Ios18, DType::F16);
+        for function in again.functions.values_mut() {
+            silane::graph::build::spell_constants(function);
+        }
+        assert_eq!(apply(&mut again, scheme).bits_per_weight(), report.bits_per_weight(), "{scheme}");
+    }
+}
