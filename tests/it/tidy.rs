@@ -37,7 +37,7 @@ fn readme_tour_prints_what_it_shows() {
             assert!(fits(shown, &seen), "`silane {command}`\nshown:\n{shown}\nseen:\n{seen}");
         }
     }
-    assert_eq!(commands, 11);
+    assert_eq!(commands, 12);
 
     let contract = blocks(&readme, "json").next().expect("the contract");
     let contract: serde_json::Value = serde_json::from_str(contract).unwrap();
