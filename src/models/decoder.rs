@@ -260,7 +260,7 @@ impl Frame<'_> {
                 .call(piece, call, &mut notes)
                 .within(|| format!("function `{name}` of `{}`", piece.stem))?;
             described.insert(name.clone(), describe(&function, &call));
-            if piece.projects && self.plan.chunks.logits != Logits::Argmax {
+            if piece.projects && call.tokens > 0 && self.plan.chunks.logits != Logits::Argmax {
                 rows = rows_of(&function);
             }
             functions.insert(name.clone(), function);

@@ -365,3 +365,42 @@ fn deep_models_are_noted_and_cut() {
     assert!(whole.iter().all(|l| l.is_finite()) && whole[0] != whole[1]);
     assert!(run(5) == whole, "parts compute something else");
 }
+
+/// Long prompts go through buckets, and where they may through blocks; both are measured on a text.
+#[test]
+fn prefill_takes_the_function_that_fits() {
+    let bench = Bench::with_models(&["tiny/gemma3_text"]);
+    let blocks = "block-sparse:block=8,budget=3,sinks=1,window=2,dense-layers=0";
+    convert(&bench, "gemma3_text", "dense.mlpackage", &["--attention", "dense"]);
+    convert(&bench, "gemma3_text", "tiled.mlpackage", &["--attention", "tiled:tile=32", "--buckets", "32"]);
+    convert(&bench, "gemma3_text", "blocks.mlpackage", &["--attention", blocks, "--buckets", "32"]);
+    let functions = contract(&bench, "blocks.mlpackage")["functions"].clone();
+    let positions =
+        |name: &str| [&functions[name]["min_position"], &functions[name]["max_position"]].map(|p| p.as_u64());
+    assert_eq!(positions("prefill_32"), [Some(0), Some(24)]);
+    assert_eq!(positions("prefill_64"), [Some(0), Some(56)]);
+    assert_eq!(positions("prefill_sparse"), [Some(24), Some(56)]);
+
+    let prompt = "the cat sat on the mat and looked at the sea for a while";
+    let text = |package: &str| bench.run(&["run", package, "--prompt", prompt, "--max-tokens", "6"]);
+    assert_eq!(text("tiled.mlpackage").out, text("dense.mlpackage").out);
+    assert_eq!(text("blocks.mlpackage").code, 0);
+
+    fs::write(bench.path("t.txt"), prompt.repeat(8)).unwrap();
+    let judged = bench.run(&[
+        "validate",
+        "blocks.mlpackage",
+        "--reference",
+        "gemma3_text",
+        "--text",
+        "t.txt",
+        "--json",
+    ]);
+    assert_eq!(judged.code, 0, "{}", judged.err);
+    let told = &judged.json()["block_sparse"];
+    // Chunks at 24, 32, 40 and 48; the one at 56 is the last. Of 8 queries' keys 3 blocks and the new ones.
+    assert_eq!(told["chunks"], 4);
+    let (kept, visible) = (4.0 * (24.0 * 8.0 + 36.0), (24.0 + 32.0 + 40.0 + 48.0) * 8.0 + 4.0 * 36.0);
+    assert_eq!(told["density"].as_f64(), Some(kept / visible));
+    assert!(told["layer_errors"].as_array().unwrap().iter().any(|e| e.as_f64() > Some(1e-4)), "{told}");
+}
