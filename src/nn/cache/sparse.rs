@@ -334,7 +334,7 @@ impl Net<'_> {
         let low = self.reshape(&format!("{name}.low_blocks"), low, &[1, choosers, sparse.budget, 1])?;
         let low = self.binary("mul", &format!("{name}.low_keys"), low, ones)?;
         let all = [1, choosers, sparse.budget * sparse.block, 1];
-        Ok(Chosen { keys, exact, bias: Some(self.reshape(&format!("{name}.low"), low, &all)?) })
+        Ok(Chosen { keys, exact, bias: Some(self.reshape(&format!("{name}.chosen_bias"), low, &all)?) })
     }
 
     /// The budget's best blocks by `topk`.
@@ -361,8 +361,7 @@ impl Net<'_> {
         )?;
         let row = self.reshape(&format!("{name}.best_row"), found[1], &[1, choosers, 1, budget])?;
         let row = self.cast(&format!("{name}.best_float"), row, self.float)?;
-        #[expect(clippy::cast_precision_loss, reason = "few blocks")]
-        let all = self.constant("blocks", &[1, 1, blocks, 1], (0..blocks).map(|b| b as f32).collect());
+        let all = self.counting("blocks", blocks);
         let hits = self.binary("equal", &format!("{name}.is_best"), row, all)?;
         let hits = self.cast(&format!("{name}.hits"), hits, self.float)?;
         let member = self.sum(&format!("{name}.chosen"), hits, 3)?;
@@ -397,8 +396,7 @@ impl Net<'_> {
         let member = self.binary("less", &format!("{name}.is_chosen"), rank, self.scalar(budget as f32))?;
         let member = self.cast(&format!("{name}.chosen"), member, self.float)?;
         let rank = self.reshape(&format!("{name}.rank_row"), rank, &[1, choosers, 1, blocks])?;
-        #[expect(clippy::cast_precision_loss, reason = "few blocks")]
-        let places = self.constant("places", &[1, 1, budget, 1], (0..budget).map(|r| r as f32).collect());
+        let places = self.counting("places", budget);
         let hits = self.binary("equal", &format!("{name}.is_place"), rank, places)?;
         let hits = self.cast(&format!("{name}.one_hot"), hits, self.float)?;
         Ok(Picked { member, by: By::OneHot(hits) })
@@ -430,6 +428,12 @@ impl Net<'_> {
                 ("validate_indices", false.into()),
             ],
         )
+    }
+
+    /// 0, 1, 2 … as floats, `[1, 1, n, 1]`; fp16 holds them up to 2,048.
+    #[expect(clippy::cast_precision_loss, reason = "few blocks")]
+    fn counting(&self, name: &str, n: usize) -> In {
+        self.constant(name, &[1, 1, n, 1], (0..n).map(|i| i as f32).collect())
     }
 
     fn sum(&mut self, name: &str, x: ValueId, axis: i32) -> Result<ValueId> {

@@ -214,12 +214,10 @@ fn bounds(
     slots: ValueId,
     count: usize,
 ) -> Result<(Vec<ValueId>, Vec<ValueId>)> {
-    // The cache's names are the plain ones.
-    let prefix = if name == "cache" { String::new() } else { format!("{name}_") };
-    let first = first(n, &format!("{prefix}position"), slots)?;
-    let moving = moving(n, &format!("{prefix}position_in_rows"), rows, first)?;
-    let begins = per_row(n, &format!("{prefix}begins"), rows, moving, &|r| [r, 0, 0, 0])?;
-    let ends = per_row(n, &format!("{prefix}ends"), rows, moving, &|r| [r + 1, heads, count, channels])?;
+    let first = first(n, &format!("{name}_position"), slots)?;
+    let moving = moving(n, &format!("{name}_position_in_rows"), rows, first)?;
+    let begins = per_row(n, &format!("{name}_begins"), rows, moving, &|r| [r, 0, 0, 0])?;
+    let ends = per_row(n, &format!("{name}_ends"), rows, moving, &|r| [r + 1, heads, count, channels])?;
     Ok((begins, ends))
 }
 
@@ -232,15 +230,14 @@ fn one_hot(
     slots: ValueId,
     count: usize,
 ) -> Result<(ValueId, ValueId)> {
-    let prefix = if name == "cache" { "slot".into() } else { format!("{name}_slot") };
-    let at = n.reshape(&format!("{prefix}_positions"), slots, &[1, 1, 1, count])?;
-    let hit = n.binary("equal", &format!("{prefix}_hit"), iota(all, &[1, 1, all, 1]), at)?;
-    let placed = n.op("cast", &format!("{prefix}_placed"), [("x", hit.into()), ("dtype", "fp16".into())])?;
+    let at = n.reshape(&format!("{name}_positions"), slots, &[1, 1, 1, count])?;
+    let hit = n.binary("equal", &format!("{name}_hit"), iota(all, &[1, 1, all, 1]), at)?;
+    let placed = n.op("cast", &format!("{name}_placed"), [("x", hit.into()), ("dtype", "fp16".into())])?;
     let taken = n.op(
         "reduce_sum",
-        &format!("{prefix}_taken"),
+        &format!("{name}_taken"),
         [("x", placed.into()), ("axes", [3].into()), ("keep_dims", true.into())],
     )?;
-    let kept = n.binary("sub", &format!("{prefix}_kept"), In::float(DType::F16, 1.0), taken)?;
+    let kept = n.binary("sub", &format!("{name}_kept_slots"), In::float(DType::F16, 1.0), taken)?;
     Ok((placed, kept))
 }
