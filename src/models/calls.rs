@@ -92,6 +92,9 @@ pub(super) fn calls(
         (Attention::Auto, _) => Attention::Dense,
         (given, _) => given,
     };
+    if chunk.is_none() && (!chunks.buckets.is_empty() || matches!(attention, Attention::Sparse(..))) {
+        bail!("buckets or block-sparse attention are asked for, and no prefill"; hint: "`--prefill-chunk 256` makes it");
+    }
     if !chunks.buckets.is_empty() && contexts.len() > 1 {
         bail!("several contexts and buckets are asked for"; hint: "`--buckets` makes functions for one `--context-length`");
     }

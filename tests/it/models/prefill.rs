@@ -217,6 +217,8 @@ fn what_cannot_be_built_is_refused() {
     for (change, message) in [
         (&(|c: &mut Chunks| c.buckets = vec![4]) as &dyn Fn(&mut Chunks), "a bucket of 4 tokens"),
         (&|c| c.buckets = vec![128], "a bucket of 128 tokens"),
+        (&|c| (c.chunk, c.buckets) = (None, vec![32]), "and no prefill"),
+        (&|c| (c.chunk, c.attention) = (None, blocks(sparse(3))), "and no prefill"),
         (&|c| (c.contexts, c.buckets) = (vec![32, 64], vec![32]), "several contexts and buckets"),
         (&|c| c.attention = blocks(Sparse { block: 12, ..sparse(3) }), "blocks of 12 keys"),
         (&|c| c.attention = blocks(sparse(1)), "a budget of 1 blocks does not hold 1 sinks"),
