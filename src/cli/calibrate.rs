@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::write_beside;
+use super::{compress::HEADING, write_beside};
 use crate::{
     bail,
     checkpoint::Checkpoint,
@@ -26,32 +26,36 @@ const SENSITIVITY: (usize, usize) = (1024, 256);
 #[derive(clap::Args)]
 pub(super) struct Calibrating {
     /// A text to calibrate a language model's quantization on
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", help_heading = HEADING)]
     calibrate: Option<PathBuf>,
     /// Tokens of the text that are read
-    #[arg(long, value_name = "N", default_value_t = 4096, requires = "calibrate")]
+    #[arg(long, value_name = "N", default_value_t = 4096, requires = "calibrate", help_heading = HEADING)]
     calibrate_tokens: usize,
     /// Weigh errors by the mean squares of what they are multiplied by; done when nothing else is asked for
-    #[arg(long, requires = "calibrate", conflicts_with = "gptq")]
+    #[arg(long, requires = "calibrate", conflicts_with = "gptq", help_heading = HEADING)]
     importance: bool,
     /// Also let columns make up for the rounding of those before them
-    #[arg(long, requires = "calibrate")]
+    #[arg(long, requires = "calibrate", help_heading = HEADING)]
     gptq: bool,
     /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`
-    #[arg(long, value_name = "BITS", requires = "calibrate", conflicts_with_all = ["quantize", "max_size"])]
+    #[arg(long, value_name = "BITS", requires = "calibrate", conflicts_with_all = ["quantize", "max_size"], help_heading = HEADING)]
     budget: Option<Budget>,
     /// Choose a scheme for each weight so that all weights are no larger
-    #[arg(long, value_name = "SIZE", requires = "calibrate", conflicts_with = "quantize", value_parser = super::convert::byte_size)]
+    #[arg(long, value_name = "SIZE", requires = "calibrate", conflicts_with = "quantize", value_parser = super::convert::byte_size, help_heading = HEADING)]
     max_size: Option<u64>,
     /// Write down the recipe that was used
-    #[arg(long, value_name = "FILE.toml")]
+    #[arg(long, value_name = "FILE.toml", help_heading = HEADING)]
     write_recipe: Option<PathBuf>,
     /// A text whose perplexity is measured before and after, as far as the context goes
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", help_heading = HEADING)]
     pub(super) text: Option<PathBuf>,
 }
 
 impl Calibrating {
+    pub(super) fn asked(&self) -> bool {
+        self.calibrate.is_some()
+    }
+
     pub(super) fn budget(&self) -> Option<Budget> {
         self.budget.or(self.max_size.map(Budget::Bytes))
     }

@@ -11,14 +11,17 @@ use crate::{
     ui,
 };
 
+/// The heading of these options.
+pub(super) const HEADING: &str = "Quantization";
+
 /// How weights are compressed, beside the scheme.
 #[derive(clap::Args)]
 pub(super) struct How {
     /// What the package is to run well on: ane, gpu or all
-    #[arg(long, value_name = "TARGET", default_value_t = Target::Ane)]
+    #[arg(long, value_name = "TARGET", default_value_t = Target::Ane, help_heading = HEADING)]
     pub(super) target: Target,
     /// Take schemes that are known to run badly on the target
-    #[arg(long)]
+    #[arg(long, help_heading = HEADING)]
     pub(super) allow_slow: bool,
 }
 
@@ -36,7 +39,7 @@ pub(super) fn policy(text: Option<&str>, target: Target, opset: Opset) -> Result
         return Policy::parse(&recipe).at(text);
     }
     if text.starts_with("w8a8") {
-        bail!("`{text}`: activations stay fp16, to quantize them a calibration is needed, which is not there yet"; hint: "`int8` compresses the weights");
+        bail!("`{text}`: weights alone are quantized, activations stay fp16"; hint: "`int8` compresses the weights");
     }
     Ok(Policy::uniform(text.parse::<Scheme>().hint(|| "or a recipe's file, `NAME.toml`".into())?))
 }

@@ -18,7 +18,7 @@ use super::{
     compress::{self, How},
     print_json,
     quantize::QUANTIZATION,
-    validate,
+    replace_folder, validate,
 };
 use crate::{
     bail,
@@ -107,7 +107,7 @@ pub(super) struct Args {
     #[arg(long, value_enum, default_value_t = Float::Fp16)]
     precision: Float,
     /// Compress the weights; `silane quantize --help` says how
-    #[arg(long, value_name = "SCHEME|RECIPE.toml")]
+    #[arg(long, value_name = "SCHEME|RECIPE.toml", help_heading = compress::HEADING)]
     quantize: Option<String>,
     #[command(flatten)]
     how: How,
@@ -245,8 +245,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         .as_deref()
         .map(|text| compress::policy(Some(text), args.how.target, plan.opset))
         .transpose()?;
-    let calibration = args.calibrating.learn(&checkpoint)?;
-    if calibration.is_some() && policy.is_none() && args.calibrating.budget().is_none() {
+    if args.calibrating.asked() && policy.is_none() && args.calibrating.budget().is_none() {
         bail!("a calibration text is given and nothing is quantized"; hint: "`--quantize SCHEME` or `--budget BITS`");
     }
     let mut parts = models::build(&checkpoint, &plan, model_type)?;
@@ -259,6 +258,8 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             bail!("{}: exists already and holds no packages, so it is not replaced", output.display(); hint: "choose another name, or remove it yourself");
         }
     }
+    // What takes time comes after all that can be refused at once.
+    let calibration = args.calibrating.learn(&checkpoint)?;
     let mixture = Mixture::of(&checkpoint, model_type)?;
     for part in &mut parts {
         part.notes.iter().for_each(ui::note);
@@ -435,23 +436,15 @@ fn write(output: &Path, ready: &[Ready], several: bool, force: bool) -> Result<(
     if let ([one], false) = (ready, several) {
         return one.save(output, force);
     }
-    let parent = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let beside =
-        tempfile::Builder::new().prefix(".silane-").tempdir_in(parent).map_err(|e| io(parent, &e))?;
-    let new = beside.path().join("new");
-    std::fs::create_dir(&new).map_err(|e| io(&new, &e))?;
-    let (mut model, mut weights) = (0, 0);
-    for one in ready {
-        let saved = one.save(&new.join(format!("{}.mlpackage", one.stem)), false)?;
-        model += saved.0;
-        weights += saved.1;
-    }
-    if output.symlink_metadata().is_ok() {
-        let old = beside.path().join("old");
-        std::fs::rename(output, &old).map_err(|e| io(output, &e))?;
-    }
-    std::fs::rename(&new, output).map_err(|e| io(output, &e))?;
-    Ok((model, weights))
+    replace_folder(output, |new| {
+        let (mut model, mut weights) = (0, 0);
+        for one in ready {
+            let saved = one.save(&new.join(format!("{}.mlpackage", one.stem)), false)?;
+            model += saved.0;
+            weights += saved.1;
+        }
+        Ok((model, weights))
+    })
 }
 
 pub(super) fn refuse_place(output: &Path, force: bool) -> Result<()> {

@@ -90,3 +90,26 @@ fn write_beside(path: &Path, bytes: &[u8]) -> Result<()> {
     file.persist(path).map_err(|e| io(path, &e.error))?;
     Ok(())
 }
+
+/// Fills a folder beside its place and moves it there in one step. What was there goes; it comes back where
+/// the move fails.
+fn replace_folder<T>(output: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    let parent = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let beside =
+        tempfile::Builder::new().prefix(".silane-").tempdir_in(parent).map_err(|e| io(parent, &e))?;
+    let (new, old) = (beside.path().join("new"), beside.path().join("old"));
+    std::fs::create_dir(&new).map_err(|e| io(&new, &e))?;
+    let filled = fill(&new)?;
+    let was_there = output.symlink_metadata().is_ok();
+    if was_there {
+        std::fs::rename(output, &old).map_err(|e| io(output, &e))?;
+    }
+    if let Err(e) = std::fs::rename(&new, output) {
+        if was_there {
+            // The error that is reported is the first one.
+            drop(std::fs::rename(&old, output));
+        }
+        return Err(io(output, &e));
+    }
+    Ok(filled)
+}

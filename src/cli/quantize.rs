@@ -12,7 +12,7 @@ use super::{
     Answer,
     compress::{self, How},
     convert::{MinimumOs, copy_beside, refuse_extension, refuse_place, with_extension},
-    print_json, validate, write_beside,
+    print_json, replace_folder, validate, write_beside,
 };
 use crate::{
     bail,
@@ -67,7 +67,7 @@ pub(super) struct Args {
     reference: Option<String>,
     /// Write down the recipe that was used
     #[arg(long, value_name = "FILE.toml", conflicts_with = "decompress")]
-    save_recipe: Option<PathBuf>,
+    write_recipe: Option<PathBuf>,
     /// Replace an output that exists
     #[arg(long)]
     force: bool,
@@ -93,7 +93,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         true => None,
         false => Some(policy(args, &packages)?),
     };
-    if let (Some(file), Some(policy)) = (&args.save_recipe, &policy) {
+    if let (Some(file), Some(policy)) = (&args.write_recipe, &policy) {
         write_beside(file, policy.text()?.as_bytes())?;
     }
     let mut parts = Vec::new();
@@ -246,25 +246,15 @@ fn write(output: &Path, parts: &[Part], folder: bool, args: &Args) -> Result<(u6
     };
     match parts {
         [part] if !folder => save(part, output, args.force),
-        parts => {
-            let parent = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            let beside =
-                tempfile::Builder::new().prefix(".silane-").tempdir_in(parent).map_err(|e| io(parent, &e))?;
-            let new = beside.path().join("new");
-            std::fs::create_dir(&new).map_err(|e| io(&new, &e))?;
+        parts => replace_folder(output, |new| {
             let mut sum = (0, 0);
             for part in parts {
                 let saved = save(part, &new.join(format!("{}.mlpackage", part.stem)), false)?;
                 sum = (sum.0 + saved.0, sum.1 + saved.1);
             }
-            take_along(&args.package, &new)?;
-            if output.symlink_metadata().is_ok() {
-                let old = beside.path().join("old");
-                std::fs::rename(output, &old).map_err(|e| io(output, &e))?;
-            }
-            std::fs::rename(&new, output).map_err(|e| io(output, &e))?;
+            take_along(&args.package, new)?;
             Ok(sum)
-        }
+        }),
     }
 }
 

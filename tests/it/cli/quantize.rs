@@ -122,7 +122,7 @@ fn what_cannot_be_done_is_refused() {
         [exit 2]
 
         $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme w8a8
-        stderr: error: `w8a8`: activations stay fp16, to quantize them a calibration is needed, which is not there yet
+        stderr: error: `w8a8`: weights alone are quantized, activations stay fp16
         stderr:   hint: `int8` compresses the weights
         [exit 2]
 
@@ -179,7 +179,7 @@ fn what_cannot_be_done_is_refused() {
 fn json_is_the_only_thing_on_stdout() {
     let bench = Bench::with_packages(&["multifunction_state_ios18.mlpackage"]);
     let args = ["quantize", "multifunction_state_ios18.mlpackage", "-o", "q.mlpackage", "--scheme", "int8"];
-    let more = ["--smallest", "16", "--json", "--save-recipe", "used.toml"];
+    let more = ["--smallest", "16", "--json", "--write-recipe", "used.toml"];
     let ran = bench.run(&[args.as_slice(), &more].concat());
     assert_eq!((ran.code, ran.err.as_str()), (0, ""));
     let said = ran.json();
