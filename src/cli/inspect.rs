@@ -354,7 +354,7 @@ fn language(contract: &Json) -> Option<String> {
         contract["context_length"].as_array()?.iter().map(ToString::to_string).collect();
     let mut words = vec![format!("context {}", contexts.join(" or "))];
     words.push(match contract["prefill_chunk"].as_u64() {
-        Some(chunk) => format!("prefill {chunk}"),
+        Some(chunk) => format!("prefill {chunk}{}", forms(&contract["functions"])),
         None => "no prefill".into(),
     });
     words.push(format!("logits {}", contract["logits"].as_str()?));
@@ -363,6 +363,31 @@ fn language(contract: &Json) -> Option<String> {
         words.push(format!("part {} of {parts}", part + 1));
     }
     Some(words.join(", "))
+}
+
+/// How prefill functions attend: ` (tiled)`, ` (tiled up to 256, 1024; block-sparse)`.
+fn forms(functions: &Json) -> String {
+    let mut by_form: BTreeMap<&str, Vec<u64>> = BTreeMap::new();
+    for f in functions.as_object().into_iter().flatten().map(|(_, f)| f) {
+        let end = f["max_position"].as_u64().zip(f["tokens"].as_u64()).map(|(p, t)| p + t);
+        if let (Some(form), Some(end), true) =
+            (f["attention"]["form"].as_str(), end, f["tokens"].as_u64() > Some(1))
+        {
+            by_form.entry(form).or_default().push(end);
+        }
+    }
+    let form = |(form, ends): (&str, Vec<u64>)| {
+        let mut ends = ends;
+        ends.sort_unstable();
+        match ends.as_slice() {
+            [_] => form.to_string(),
+            many => {
+                format!("{form} up to {}", many.iter().map(u64::to_string).collect::<Vec<_>>().join(", "))
+            }
+        }
+    };
+    let forms: Vec<String> = by_form.into_iter().rev().map(form).collect();
+    if forms.is_empty() { String::new() } else { format!(" ({})", forms.join("; ")) }
 }
 
 fn short(text: &str) -> String {

@@ -126,7 +126,6 @@ pub(super) enum Step {
 impl Prefill {
     /// Those of the contract for a context, the ones that see least first.
     fn all(contract: &Json, context: usize) -> Vec<Prefill> {
-        let number = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok());
         let mut all: Vec<Prefill> = contract["functions"]
             .as_object()
             .into_iter()
@@ -226,7 +225,6 @@ impl Model {
     }
 
     pub(super) fn session(&self, precision: Precision) -> Result<Session<'_>> {
-        let number = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok());
         let contexts: Vec<usize> =
             self.contract["context_length"].as_array().into_iter().flatten().filter_map(number).collect();
         let Some(context) = contexts.iter().copied().max() else {
@@ -269,6 +267,10 @@ impl Model {
         let ids = self.contract["eos_token_id"].as_array().into_iter().flatten();
         ids.filter_map(|i| u32::try_from(i.as_u64()?).ok()).collect()
     }
+}
+
+fn number(v: &Json) -> Option<usize> {
+    v.as_u64().and_then(|n| usize::try_from(n).ok())
 }
 
 fn contract(package: &Package) -> Result<Json> {

@@ -188,7 +188,8 @@ fn parts_fit_each_other() {
     for (i, stem) in stems.iter().enumerate() {
         let path = format!("parts/{stem}.mlpackage");
         let shown = bench.run(&["inspect", &path]).out;
-        let line = format!("llama for causal-lm, context 64, prefill 8, logits last, part {} of 4", i + 1);
+        let line =
+            format!("llama for causal-lm, context 64, prefill 8 (dense), logits last, part {} of 4", i + 1);
         assert!(shown.contains(&line), "{shown}");
         let contract = contract(&bench, &path);
         assert_eq!((&contract["context_length"], &contract["prefill_chunk"]), (&json!([64]), &json!(8)));
