@@ -18,7 +18,7 @@ pub(super) const HEADING: &str = "Quantization";
 #[derive(clap::Args)]
 pub(super) struct How {
     /// What the package is to run well on: ane, gpu or all
-    #[arg(long, value_name = "TARGET", default_value_t = Target::Ane, help_heading = HEADING)]
+    #[arg(long, value_name = "TARGET", default_value_t = Target::Ane)]
     pub(super) target: Target,
     /// Take schemes that are known to run badly on the target
     #[arg(long, help_heading = HEADING)]
