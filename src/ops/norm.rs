@@ -8,7 +8,7 @@ use super::{
     args::named,
     elementwise::{channels, each},
     fixed, need, one, option,
-    reduce::{axes, gathered, known_axes, mean, square_sum},
+    reduce::{BESIDE, abreast, axes, gathered, known_axes, max, mean, square_sum, together, turn},
     written,
 };
 use crate::{
@@ -220,11 +220,7 @@ pub(super) fn softmax(x: &Tensor, axis: usize) -> Result<Tensor> {
 
 /// Changes `x` in rows, each of which spans the given axes.
 fn rows(x: &Tensor, axes: &[usize], f: impl Fn(&mut [f32]) + Sync) -> Result<Tensor> {
-    let neighbours = axes.windows(2).all(|w| w[0] + 1 == w[1]);
-    if let (true, Some(first), Some(last)) =
-        (neighbours, axes.first(), axes.last().filter(|a| **a < x.rank()))
-    {
-        let sizes = [&x.dims()[*first..=*last], &x.dims()[last + 1..]].map(|d| d.iter().product::<usize>());
+    if let Some(sizes) = together(x, axes) {
         return columns(x, sizes, f);
     }
     let (moved, order, span) = gathered(x, axes)?;
@@ -240,31 +236,35 @@ fn rows(x: &Tensor, axes: &[usize], f: impl Fn(&mut [f32]) + Sync) -> Result<Ten
 /// Rows that span axes of `span` elements together, of which each is a step of `inner` from the next.
 fn columns(x: &Tensor, [span, inner]: [usize; 2], f: impl Fn(&mut [f32]) + Sync) -> Result<Tensor> {
     let mut v: Vec<f32> = x.flatten_all()?.to_vec1()?;
-    if v.is_empty() || inner == 1 {
-        v.par_chunks_mut(span.max(1)).with_min_len(8192 / span.max(1) + 1).for_each(&f);
+    if inner == 1 {
+        v.par_chunks_mut(span).with_min_len(8192 / span + 1).for_each(&f);
         return Ok(Tensor::from_vec(v, x.shape(), x.device())?);
     }
     let mut moved = vec![0.0; v.len()];
-    let few = 4096 / span + 1;
-    moved.par_chunks_mut(span).with_min_len(few).enumerate().for_each(|(i, row)| {
-        let from = &v[i / inner * span * inner + i % inner..];
-        row.iter_mut().zip(from.iter().step_by(inner)).for_each(|(to, from)| *to = *from);
-        f(row);
+    moved.par_chunks_mut(span * inner).zip(v.par_chunks(span * inner)).for_each(|(to, from)| {
+        to.par_chunks_mut(BESIDE * span).with_min_len(1024 / span + 1).enumerate().for_each(
+            |(i, columns)| {
+                turn(from, inner, i * BESIDE, columns);
+                columns.chunks_mut(span).for_each(&f);
+            },
+        );
     });
-    let few = 4096 / inner + 1;
-    v.par_chunks_mut(inner).with_min_len(few).enumerate().for_each(|(i, line)| {
-        let from = &moved[i / span * span * inner + i % span..];
-        line.iter_mut().zip(from.iter().step_by(span)).for_each(|(to, from)| *to = *from);
+    v.par_chunks_mut(span * inner).zip(moved.par_chunks(span * inner)).for_each(|(to, from)| {
+        to.par_chunks_mut(BESIDE * inner).with_min_len(1024 / inner + 1).enumerate().for_each(
+            |(i, lines)| {
+                turn(from, span, i * BESIDE, lines);
+            },
+        );
     });
     Ok(Tensor::from_vec(v, x.shape(), x.device())?)
 }
 
 fn softmax_row(row: &mut [f32]) {
-    let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let top = max(row);
     for v in row.iter_mut() {
         *v = (*v - top).exp();
     }
-    let sum: f32 = row.iter().sum();
+    let sum = abreast(row, 0.0, |sum, v| sum + v);
     for v in row.iter_mut() {
         *v /= sum;
     }
