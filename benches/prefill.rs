@@ -6,7 +6,8 @@
 //! cargo bench --bench prefill -- CHECKPOINT sparse   block-sparse attention by budget
 //! ```
 //!
-//! The text is `benches/text/moby-dick.txt`. `CONTEXTS=2048,4096` limits the contexts.
+//! The text is `benches/text/moby-dick.txt`. `CONTEXTS=2048,4096` limits the contexts, `BUDGETS=8,16` the budgets;
+//! `EVERY=4` times every fourth chunk and counts it four times, as all chunks of a function take equally long.
 #![expect(
     clippy::print_stdout,
     clippy::unwrap_used,
@@ -20,7 +21,7 @@ use silane::{
     checkpoint::{Checkpoint, Tokenizer},
     graph::Measure,
     interp::{Machine, Precision, States, compare::compare},
-    mil::{DType, Op, Program},
+    mil::{DType, Program},
     models::{
         self, Chunks, Logits, Plan,
         calls::{Attention, SPARSE, Tiles},
@@ -59,14 +60,15 @@ fn contexts(all: &[usize]) -> Vec<usize> {
     }
 }
 
-fn program(checkpoint: &Checkpoint, attention: Attention, context: usize, float: DType) -> Program {
-    let chunks = Chunks {
-        contexts: vec![context],
-        chunk: Some(CHUNK),
-        logits: Logits::All,
-        attention,
-        ..Chunks::default()
-    };
+fn program(
+    checkpoint: &Checkpoint,
+    attention: Attention,
+    context: usize,
+    float: DType,
+    logits: Logits,
+) -> Program {
+    let chunks =
+        Chunks { contexts: vec![context], chunk: Some(CHUNK), logits, attention, ..Chunks::default() };
     let plan = Plan { float, ..Plan::language(chunks) };
     let part = models::build(checkpoint, &plan, checkpoint.config.model_type().unwrap()).unwrap().remove(0);
     part.notes.iter().for_each(|note| println!("note: {note}"));
@@ -94,18 +96,6 @@ impl<'a> Session<'a> {
         let outputs = self.machine.run(function, &inputs, &mut self.states, None).unwrap();
         outputs.into_values().next().unwrap().to_floats().unwrap()
     }
-
-    /// The same by block-sparse attention, and which blocks each layer chose.
-    fn blocks(&mut self, ids: &[i64], position: usize, chosen: &mut Vec<Vec<f32>>) -> Vec<f32> {
-        let mut tap = |_: &Op, name: &str, value: &Val| {
-            if name.ends_with("_attn_chosen") {
-                chosen.push(value.to_floats().unwrap());
-            }
-        };
-        let inputs = inputs(ids, position);
-        let outputs = self.machine.run("prefill_sparse", &inputs, &mut self.states, Some(&mut tap)).unwrap();
-        outputs.into_values().next().unwrap().to_floats().unwrap()
-    }
 }
 
 fn inputs(ids: &[i64], position: usize) -> BTreeMap<String, Val> {
@@ -125,52 +115,68 @@ fn function(sparse: Option<Sparse>, position: usize, length: usize) -> &'static 
     }
 }
 
-/// Logits of the last chunk of prompts of several lengths.
+/// Logits of the last chunk of prompts of several lengths, over several passages of the text: one passage alone says
+/// little, as the rounding of everything else moves its error by half a decibel.
 fn exact(checkpoint: &Checkpoint, ids: &[i64]) {
     let lengths = contexts(&[256, 512, 1024, 2048, 4096]);
-    println!("errors of all logits of the last chunk, as shares of their spread\n");
-    println!("{:>6} {:>22} {:>12} {:>12} {:>12}", "tokens", "", "max", "rms", "PSNR");
+    println!("errors of all logits of the last chunk, as shares of their spread; passages of the text\n");
+    println!("{:>6} {:>8} {:>22} {:>12} {:>12} {:>12}", "tokens", "passages", "", "max", "rms", "PSNR");
     let decoder = Decoder::open(checkpoint).unwrap();
     for length in lengths {
-        let row: Vec<u32> = ids[..length].iter().map(|i| u32::try_from(*i).unwrap()).collect();
-        let logits = decoder.forward(&[row], None).unwrap().logits.squeeze(0).unwrap();
-        let reference = logits.narrow(0, length - CHUNK, CHUNK).unwrap().flatten_all().unwrap();
-        let reference: Vec<f32> = reference.to_vec1().unwrap();
-        drop(logits);
-        let run = |attention, float, precision| {
-            let program = program(checkpoint, attention, length, float);
-            let mut session = Session::new(&program, precision);
-            let mut last = Vec::new();
-            for position in (0..length).step_by(CHUNK) {
-                last = session.chunk("prefill", &ids[position..position + CHUNK], position);
+        let passages = (4096 / length).clamp(1, 4);
+        let step = (ids.len() - length) / passages;
+        let mut table: Vec<(String, f64, f64)> = Vec::new();
+        for passage in 0..passages {
+            let ids = &ids[passage * step..][..length];
+            let row: Vec<u32> = ids.iter().map(|i| u32::try_from(*i).unwrap()).collect();
+            let logits = decoder.forward(&[row], None).unwrap().logits.squeeze(0).unwrap();
+            let reference = logits.narrow(0, length - CHUNK, CHUNK).unwrap().flatten_all().unwrap();
+            let reference: Vec<f32> = reference.to_vec1().unwrap();
+            drop(logits);
+            let run = |attention, float, precision| {
+                let program = program(checkpoint, attention, length, float, Logits::All);
+                let mut session = Session::new(&program, precision);
+                let mut last = Vec::new();
+                for position in (0..length).step_by(CHUNK) {
+                    last = session.chunk("prefill", &ids[position..position + CHUNK], position);
+                }
+                last
+            };
+            let tiled = Attention::Tiled(Tiles::default());
+            let mut errors = Vec::new();
+            let mut note = |what: String, seen: &[f32], expected: &[f32]| {
+                let c = compare(seen, expected, 0.0).unwrap();
+                errors.push((what, c.relative(), 10f64.powf(-c.psnr / 10.0)));
+            };
+            if passage == 0 {
+                let dense32 = run(Attention::Dense, DType::F32, Precision::Fp32);
+                let tiled32 = run(tiled, DType::F32, Precision::Fp32);
+                note("fp32 tiled, dense".into(), &tiled32, &dense32);
+                note("fp32 tiled, reference".into(), &tiled32, &reference);
             }
-            last
-        };
-        let tiled = Attention::Tiled(Tiles::default());
-        let show = |what: &str, seen: &[f32], expected: &[f32]| {
-            let c = compare(seen, expected, 0.0).unwrap();
-            let spread = c.max / c.relative().max(f64::MIN_POSITIVE);
-            let rms = (seen.iter().zip(expected).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
-                / seen.len() as f64)
-                .sqrt();
-            println!(
-                "{length:>6} {what:>22} {:>12.2e} {:>12.2e} {:>9.1} dB",
-                c.relative(),
-                rms / spread,
-                c.psnr
-            );
-            std::io::stdout().flush().unwrap();
-        };
-        let dense32 = run(Attention::Dense, DType::F32, Precision::Fp32);
-        let tiled32 = run(tiled, DType::F32, Precision::Fp32);
-        show("fp32 tiled, dense", &tiled32, &dense32);
-        show("fp32 tiled, reference", &tiled32, &reference);
-        for precision in [Precision::Fp16, Precision::Fp16Flush] {
-            for (name, attention) in [("dense", Attention::Dense), ("tiled", tiled)] {
-                let seen = run(attention, DType::F16, precision);
-                show(&format!("{precision:?} {name}"), &seen, &reference);
+            for precision in [Precision::Fp16, Precision::Fp16Flush] {
+                for (name, attention) in [("dense", Attention::Dense), ("tiled", tiled)] {
+                    let seen = run(attention, DType::F16, precision);
+                    note(format!("{precision:?} {name}"), &seen, &reference);
+                }
+            }
+            for (what, max, square) in errors {
+                match table.iter_mut().find(|row| row.0 == what) {
+                    Some(row) => *row = (what, row.1.max(max), row.2 + square),
+                    None => table.push((what, max, square)),
+                }
             }
         }
+        for (what, max, squares) in table {
+            let n = if what.starts_with("fp32") { 1 } else { passages };
+            let mean = squares / n as f64;
+            println!(
+                "{length:>6} {n:>8} {what:>22} {max:>12.2e} {:>12.2e} {:>9.1} dB",
+                mean.sqrt(),
+                -10.0 * mean.log10()
+            );
+        }
+        std::io::stdout().flush().unwrap();
     }
 }
 
@@ -180,6 +186,10 @@ fn speed(checkpoint: &Checkpoint, ids: &[i64]) {
         "context", "form", "prefill s", "last full s", "GFLOP", "attn GFLOP", "peak MiB", "ops"
     );
     let indexed = Sparse { gather: Gather::Index, ..SPARSE };
+    let every: usize = std::env::var("EVERY").map_or(1, |n| n.parse().unwrap());
+    if every > 1 {
+        println!("every {every}th chunk was timed");
+    }
     for context in contexts(&[2048, 4096, 8192]) {
         for (name, attention, sparse) in [
             ("dense", Attention::Dense, None),
@@ -191,7 +201,7 @@ fn speed(checkpoint: &Checkpoint, ids: &[i64]) {
                 println!("{context:>7} {name:<26} the budget is the whole context");
                 continue;
             }
-            let program = program(checkpoint, attention, context, DType::F16);
+            let program = program(checkpoint, attention, context, DType::F16, Logits::Last);
             let mut session = Session::new(&program, Precision::Fp16);
             // Weights are decoded at their first use.
             session.chunk("prefill", &ids[..CHUNK], 0);
@@ -200,18 +210,22 @@ fn speed(checkpoint: &Checkpoint, ids: &[i64]) {
             }
             session.states = session.machine.states("decode").unwrap();
             let (mut total, mut last, mut flops, mut attention_flops) = (0.0, 0.0, 0, 0);
-            for position in (0..context).step_by(CHUNK) {
+            for (i, position) in (0..context).step_by(CHUNK).enumerate() {
                 let function = function(sparse, position, context);
                 let measure = Measure::of(&program.functions[function]);
+                flops += measure.flops;
+                attention_flops += measure.attention_flops;
+                // The second of as many, so that the first ones, which are exact in each form, do not count for all.
+                if i % every != every / 2 {
+                    continue;
+                }
                 let start = Instant::now();
                 session.chunk(function, &ids[position..position + CHUNK], position);
                 let took = start.elapsed().as_secs_f64();
-                total += took;
-                if position + 2 * CHUNK == context {
+                total += took * every as f64;
+                if position + 2 * CHUNK <= context {
                     last = took;
                 }
-                flops += measure.flops;
-                attention_flops += measure.attention_flops;
             }
             let function = if sparse.is_some() { "prefill_sparse" } else { "prefill" };
             let measure = Measure::of(&program.functions[function]);
@@ -233,7 +247,7 @@ fn sparse(checkpoint: &Checkpoint, ids: &[i64]) {
     let context = contexts(&[8192])[0].min(ids.len() / CHUNK * CHUNK);
     let from = context / 4 * 3;
     let precision = Precision::Fp16;
-    let exact = program(checkpoint, Attention::Tiled(Tiles::default()), context, DType::F16);
+    let exact = program(checkpoint, Attention::Tiled(Tiles::default()), context, DType::F16, Logits::All);
     let mut session = Session::new(&exact, precision);
     let (mut start, mut expected) = (None, Vec::new());
     for position in (0..context - CHUNK).step_by(CHUNK) {
@@ -262,14 +276,14 @@ fn sparse(checkpoint: &Checkpoint, ids: &[i64]) {
         "top-1",
         "perplexity",
         "exact's",
-        "equal sets"
+        "same blocks"
     );
     let budgets: Vec<usize> = match std::env::var("BUDGETS") {
         Ok(given) => given.split(',').map(|n| n.parse().unwrap()).collect(),
         Err(_) => vec![8, 12, 16, 24, 32, 48],
     };
     for budget in budgets.into_iter().filter(|b| b * SPARSE.block <= from) {
-        let mut sets: Option<Vec<Vec<f32>>> = None;
+        let mut first: Option<Vec<Vec<f32>>> = None;
         for (select, gather, correction) in [
             (Select::Layer, Gather::Index, true),
             (Select::Layer, Gather::OneHot, true),
@@ -277,24 +291,32 @@ fn sparse(checkpoint: &Checkpoint, ids: &[i64]) {
             (Select::Layer, Gather::Index, false),
         ] {
             let form = Sparse { budget, gather, correction, select, ..SPARSE };
-            let blocks = program(checkpoint, Attention::Sparse(form, Tiles::default()), context, DType::F16);
+            let blocks = program(
+                checkpoint,
+                Attention::Sparse(form, Tiles::default()),
+                context,
+                DType::F16,
+                Logits::All,
+            );
             let mut ours = Session::new(&blocks, precision);
             ours.states.set("kv_cache", start.clone()).unwrap();
             ours.machine.run("repool", &BTreeMap::new(), &mut ours.states, None).unwrap();
-            let (mut sums, mut chosen) = (Sums::default(), Vec::new());
+            let (mut sums, mut all) = (Sums::default(), Vec::new());
             for (i, position) in (from..context - CHUNK).step_by(CHUNK).enumerate() {
-                let seen = ours.blocks(&ids[position..position + CHUNK], position, &mut chosen);
+                let seen = ours.chunk("prefill_sparse", &ids[position..position + CHUNK], position);
                 sums.add(&seen, &expected[i], &ids[position + 1..=position + CHUNK]);
                 let new = CHUNK * (CHUNK + 1) / 2;
                 sums.visible += (position * CHUNK + new) as f64;
                 sums.kept += (budget * form.block * CHUNK + new) as f64;
+                all.push(seen);
             }
-            let equal = match (&sets, gather) {
+            // Logits are equal to the last bit only where the same blocks were chosen.
+            let equal = match (&first, gather) {
                 (None, _) => {
-                    sets = Some(chosen);
+                    first = Some(all);
                     ""
                 }
-                (Some(first), Gather::OneHot) if *first == chosen => "yes",
+                (Some(first), Gather::OneHot) if *first == all => "yes",
                 (Some(_), Gather::OneHot) => "no",
                 _ => "",
             };

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Block-sparse prefill with a fixed budget against the published rule, on a trained model's own queries and keys.
 
-    published.py CHECKPOINT TEXT --prototype DIR [--tokens 4096] [--layers 4,10,16,22,28]
+    published.py CHECKPOINT TEXT --prototype DIR [--tokens 8192] [--layers 4,10,16,22,28] [--budgets 8,12,16,24,32,48]
 
 A plain numpy forward pass of a Llama gives queries, keys and values of some layers over the text. On the last 1,024
-positions the table sets the output of `flashprefill_v2` (adaptive, one set of blocks per 32 positions and kv head)
-and of the fixed budget that silane's graphs compute (one set per 256 positions and layer, or per kv head) against dense
-attention. The prototype is the numpy oracle whose golden vectors the graphs meet.
+positions the table sets the output of the fixed budget that silane's graphs compute (one set of blocks per 256 positions
+and layer, or per kv head) and of `flashprefill_v2` (adaptive, one set per 32 positions and kv head) against dense
+attention. For each budget the published threshold alpha is the one that keeps as many keys. The prototype is the numpy
+oracle whose golden vectors the graphs meet.
 """
 
 import argparse
@@ -73,13 +74,58 @@ def forward(folder, ids, wanted):
     return found, d
 
 
+class Published:
+    """The published rule on the last positions, as dense as it is asked to be."""
+
+    tile, block, forced_sinks, window = 32, 128, 256, 384
+
+    def __init__(self, q, k, v, scale, start, rule, config):
+        self.args, self.start, self.rule, self.config = (q, k, v, scale), start, rule, config
+        group, tokens = len(q) // len(k), k.shape[1]
+        means = k.reshape(len(k), -1, self.block, k.shape[2]).mean(2)
+        begin = np.arange(tokens // self.block) * self.block
+        self.shares, self.forced, self.keys = [], [], []
+        for lo in range(start, tokens, self.tile):
+            hi, rows = lo + self.tile, np.arange(lo, lo + self.tile)
+            full = begin + self.block <= hi
+            self.forced.append((begin < self.forced_sinks) | (begin + self.block > lo - self.window))
+            self.keys.append(np.clip(rows[:, None] + 1 - begin[None], 0, self.block).sum(0))
+            for h in range(len(k)):
+                z = q[h * group : (h + 1) * group, lo:hi] @ means[h].T * scale
+                z = np.where((begin[None] <= rows[:, None])[None] & full[None, None], z, -np.inf)
+                e = np.exp(z - z.max()).sum((0, 1))
+                self.shares.append(np.where(full, e / e.max(), 0.0))
+
+    def density(self, alpha):
+        """Keys attended to exactly, as a share of all that are seen."""
+        heads = len(self.shares) // len(self.forced)
+        kept = sum(self.keys[i // heads][(s >= alpha) | self.forced[i // heads]].sum() for i, s in enumerate(self.shares))
+        return kept / (heads * sum(k.sum() for k in self.keys))
+
+    def alpha(self, density):
+        """The threshold at which the rule keeps so much."""
+        low, high = 1e-12, 1.0
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self.density(middle) > density else (low, middle)
+        return low
+
+    def output(self, alpha, correction):
+        q, k, v, scale = self.args
+        # 32 positions a tile, whatever the group.
+        rows = self.tile * (len(q) // len(k))
+        config = self.config(alpha=alpha, correction=correction, tail_tiles=0, packed_rows=rows)
+        return self.rule(q, k, v, scale, config, tail=False, from_pos=self.start)[0][:, self.start :]
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("checkpoint", type=Path)
     p.add_argument("text", type=Path)
     p.add_argument("--prototype", type=Path, required=True)
-    p.add_argument("--tokens", type=int, default=4096)
+    p.add_argument("--tokens", type=int, default=8192)
     p.add_argument("--layers", default="4,10,16,22,28")
+    p.add_argument("--budgets", default="8,12,16,24,32,48")
     a = p.parse_args()
     sys.path.insert(0, str(a.prototype))
     from dense import dense_attention
@@ -88,33 +134,33 @@ def main():
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(a.checkpoint / "tokenizer.json")).encode(a.text.read_text()).ids[: a.tokens]
-    layers = [int(n) for n in a.layers.split(",")]
+    layers, budgets = ([int(n) for n in of.split(",")] for of in (a.layers, a.budgets))
     found, d = forward(a.checkpoint, ids, layers)
     start, scale = a.tokens - 1024, d**-0.5
     chunks = list(range(start, a.tokens, 256))
-    print(f"{'layer':>5} {'rule':<26} {'density':>8} {'error':>8} {'without means':>14}")
+    print("errors of the attention's output, and the same without means; fixed budgets choose per layer or per kv head\n")
+    print(f"{'layer':>5} {'budget':>6} {'density':>8} {'alpha':>8} {'published':>18} {'per layer':>18} {'per head':>18} {'ratio':>6}")
     for layer, (q, k, v) in found.items():
         exact = dense_attention(q[:, start:], k, v, start, scale)
-        errors = {}
-        for correction in (True, False):
-            # 32 positions a tile, whatever the group.
-            config = SparseConfig(correction=correction, tail_tiles=0, packed_rows=32 * (len(q) // len(k)))
-            out, density, _ = flashprefill_v2(q, k, v, scale, config, tail=False, from_pos=start)
-            errors[correction] = rel_l2(out[:, start:], exact)
-        print(f"{layer:>5} {'published, alpha 0.1':<26} {density:>8.3f} {errors[True]:>8.4f} {errors[False]:>14.4f}", flush=True)
-        new = 256 * 257 / 2
-        share_of = lambda b: sum(b * 128 * 256 + new for _ in chunks) / sum(c * 256 + new for c in chunks)  # noqa: E731
-        # The largest budget that keeps no more keys than the published rule, and common ones.
-        equal = max((b for b in range(6, 24) if share_of(b) <= density), default=6)
-        for share in (k.shape[0], 1):
-            for budget in sorted({equal, 8, 16}):
-                for correction in (True, False):
+        published = Published(q, k, v, scale, start, flashprefill_v2, SparseConfig)
+        for budget in budgets:
+            new = 256 * 257 / 2
+            density = sum(budget * 128 * 256 + new for _ in chunks) / sum(c * 256 + new for c in chunks)
+            alpha = published.alpha(density)
+            both = (True, False)
+            errors = [[rel_l2(published.output(alpha, c), exact) for c in both]]
+            for share in (len(k), 1):
+                row = []
+                for correction in both:
                     config = StaticConfig(budget=budget, scoring="row", share=share, correction=correction)
                     done = prefill_static(q, k, v, 256, scale, config, chunks=chunks)
-                    out = np.concatenate([done[c][0] for c in chunks], 1)
-                    errors[correction] = rel_l2(out, exact)
-                name = f"budget {budget}, per {'layer' if share > 1 else 'kv head'}"
-                print(f"{layer:>5} {name:<26} {share_of(budget):>8.3f} {errors[True]:>8.4f} {errors[False]:>14.4f}", flush=True)
+                    row.append(rel_l2(np.concatenate([done[c][0] for c in chunks], 1), exact))
+                errors.append(row)
+            text = " ".join(f"{e[0]:>8.4f} ({e[1]:>7.4f})" for e in errors)
+            ratio = min(errors[1][0], errors[2][0]) / errors[0][0]
+            print(f"{layer:>5} {budget:>6} {density:>8.3f} {alpha:>8.1e} {text} {ratio:>6.2f}", flush=True)
+            if abs(published.density(alpha) - density) > 0.02:
+                print(f"{'':>12} the published rule keeps {published.density(alpha):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 //! Which functions a decoder's package has, and how each of them attends to the cache.
 
+use std::cmp::Ordering;
+
 use crate::{
     bail,
     error::Result,
@@ -49,7 +51,7 @@ pub const SPARSE: Sparse = Sparse {
     dense_layers: 4,
     gather: Gather::OneHot,
     select: Select::Layer,
-    scoring: Scoring::Row,
+    scoring: Scoring::Tile,
     correction: true,
 };
 
@@ -175,7 +177,7 @@ impl Call {
     }
 
     /// The function in all sizes of tiles that were left open and whose scores fit on chip: those with the
-    /// fewest heads first, then those with the shortest tiles. The first is taken that has few enough ops.
+    /// fewest heads first, then those with the shortest tiles from the usual one on, then shorter ones. The first is taken that has few enough ops.
     pub(super) fn candidates(&self, heads: Heads) -> Vec<Call> {
         let (Form::Tiled(first) | Form::Sparse(_, first)) = self.form else { return vec![self.clone()] };
         let mut groups: Vec<usize> = (1..=heads.kv).map(|count| heads.kv.div_ceil(count)).collect();
@@ -184,14 +186,19 @@ impl Call {
         if !self.free.group {
             groups = vec![first.group];
         }
-        let tiles = [1, 2, 4].map(|by| first.tile * by);
-        let tiles = &tiles[..if self.free.tile { 3 } else { 1 }];
+        // Shorter ones are for more heads, of which longer ones do not fit.
+        let tiles = [first.tile, first.tile * 2, first.tile * 4, first.tile / 2, first.tile / 4];
+        let tiles = &tiles[..if self.free.tile { 5 } else { 1 }];
         let all = groups
             .iter()
             .flat_map(|group| tiles.iter().map(|tile| Tiled { group: *group, tile: *tile, ..first }));
         let fits = |t: &Tiled| *t == first || t.score_bytes(heads, self.tokens) <= OPERAND_BYTES;
         // A tile longer than all there is would be the same again.
-        let useful = |t: &Tiled| t.tile == first.tile || t.tile < 2 * t.past;
+        let useful = |t: &Tiled| match t.tile.cmp(&first.tile) {
+            Ordering::Less => t.group > first.group && t.tile >= 32,
+            Ordering::Equal => true,
+            Ordering::Greater => t.tile < 2 * t.past,
+        };
         let found: Vec<Call> = all.filter(|t| fits(t) && useful(t)).map(|t| self.with(t)).collect();
         if found.is_empty() { vec![self.clone()] } else { found }
     }
@@ -233,4 +240,31 @@ fn check(sparse: Sparse, capacity: usize, chunk: usize) -> Result<()> {
         );
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The tiles of a function are tried in an order in which each op stays on chip and ops become fewer.
+    #[test]
+    fn more_heads_come_with_shorter_tiles_where_longer_ones_do_not_fit() {
+        let heads = Heads { query: 9, kv: 3, dim: 64, padded: 64 };
+        let sizes = |tiles: Tiles| -> Vec<(usize, usize)> {
+            let call = Call::tiled("prefill".into(), 256, (8192, 8192), tiles, 0, heads);
+            let tiled = |call: Call| match call.form {
+                Form::Tiled(t) => t,
+                other => panic!("{other:?}"),
+            };
+            let found: Vec<Tiled> = call.candidates(heads).into_iter().map(tiled).collect();
+            assert!(found.iter().all(|t| t.score_bytes(heads, 256) <= OPERAND_BYTES), "{found:?}");
+            found.iter().map(|t| (t.group, t.tile)).collect()
+        };
+        assert_eq!(
+            sizes(Tiles::default()),
+            [(1, 512), (1, 1024), (2, 512), (2, 256), (2, 128), (3, 256), (3, 128)]
+        );
+        assert_eq!(sizes(Tiles { tile: Some(256), ..Tiles::default() }), [(1, 256), (2, 256), (3, 256)]);
+        assert_eq!(sizes(Tiles { group: Some(1), ..Tiles::default() }), [(1, 512), (1, 1024)]);
+    }
 }
