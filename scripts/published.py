@@ -140,6 +140,7 @@ def main():
     chunks = list(range(start, a.tokens, 256))
     print("errors of the attention's output, and the same without means; fixed budgets choose per layer or per kv head\n")
     print(f"{'layer':>5} {'budget':>6} {'density':>8} {'alpha':>8} {'published':>18} {'per layer':>18} {'per head':>18} {'ratio':>6}")
+    sums = {budget: np.zeros(3) for budget in budgets}
     for layer, (q, k, v) in found.items():
         exact = dense_attention(q[:, start:], k, v, start, scale)
         published = Published(q, k, v, scale, start, flashprefill_v2, SparseConfig)
@@ -152,15 +153,18 @@ def main():
             for share in (len(k), 1):
                 row = []
                 for correction in both:
-                    config = StaticConfig(budget=budget, scoring="row", share=share, correction=correction)
+                    config = StaticConfig(budget=budget, scoring="tile", share=share, correction=correction)
                     done = prefill_static(q, k, v, 256, scale, config, chunks=chunks)
                     row.append(rel_l2(np.concatenate([done[c][0] for c in chunks], 1), exact))
                 errors.append(row)
             text = " ".join(f"{e[0]:>8.4f} ({e[1]:>7.4f})" for e in errors)
             ratio = min(errors[1][0], errors[2][0]) / errors[0][0]
+            sums[budget] += [e[0] / len(found) for e in errors]
             print(f"{layer:>5} {budget:>6} {density:>8.3f} {alpha:>8.1e} {text} {ratio:>6.2f}", flush=True)
             if abs(published.density(alpha) - density) > 0.02:
                 print(f"{'':>12} the published rule keeps {published.density(alpha):.3f}")
+    for budget, (published, per_layer, per_head) in sums.items():
+        print(f" mean {budget:>6} {'':>17} {published:>8.4f} {'':>9} {per_layer:>8.4f} {'':>9} {per_head:>8.4f}")
 
 
 if __name__ == "__main__":
