@@ -52,7 +52,11 @@ fn main() {
         taught.iter().flat_map(|r| r.chunks(256).map(<[u32]>::to_vec)).take(4).collect();
     let lean = decoder.observe(&short, Wanted::Sensitivity).unwrap();
     let inputs = given.iter().map(|(name, given)| {
-        let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
+        let inputs = Inputs {
+            moments: given.moments.clone(),
+            hessian: given.hessian.clone(),
+            magnitudes: given.magnitudes.clone(),
+        };
         (name.clone(), Arc::new(inputs))
     });
     let importance = Calibration {

@@ -14,7 +14,7 @@ use crate::{
     mil::Program,
     ops::Opset,
     quant::{self, Budget, Calibration, Choices, Inputs, Method, Policy},
-    reference::{Decoder, Given, Wanted},
+    reference::{Decoder, Divisors, Given, Wanted},
     ui,
 };
 
@@ -37,6 +37,10 @@ pub(super) struct Calibrating {
     /// Also let columns make up for the rounding of those before them
     #[arg(long, requires = "calibrate", help_heading = HEADING)]
     gptq: bool,
+    /// Move what makes activations uneven into the weights that multiply them: a share of 0 moves nothing of it,
+    /// 1 all of it, 0.5 is usual
+    #[arg(long, value_name = "ALPHA", requires = "calibrate", value_parser = share, help_heading = HEADING)]
+    smooth: Option<f32>,
     /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`
     #[arg(long, value_name = "BITS", requires = "calibrate", conflicts_with_all = ["quantize", "max_size"], help_heading = HEADING)]
     budget: Option<Budget>,
@@ -60,18 +64,30 @@ impl Calibrating {
         self.budget.or(self.max_size.map(Budget::Bytes))
     }
 
-    /// Runs the text through the reference.
-    pub(super) fn learn(&self, checkpoint: &Checkpoint) -> Result<Option<Arc<Calibration>>> {
+    /// The share of activations' unevenness that moves into weights.
+    pub(super) fn smooth(&self) -> Option<f32> {
+        self.smooth
+    }
+
+    /// The reference, and the text in rows.
+    pub(super) fn open(&self, checkpoint: &Checkpoint) -> Result<Option<Lessons>> {
         let Some(file) = &self.calibrate else { return Ok(None) };
-        let mut decoder = Decoder::open(checkpoint)
+        let decoder = Decoder::open(checkpoint)
             .map_err(|e| e.hint("only language models can be calibrated; leave out `--calibrate`"))?;
         let rows = rows(checkpoint, file, self.calibrate_tokens)?;
         let tokens: usize = rows.iter().map(Vec::len).sum();
         ui::talk(format!("  calibrating on {} tokens of {}", ui::count(tokens as u64), file.display()));
+        Ok(Some(Lessons { decoder, rows }))
+    }
+
+    /// Runs the text through the reference; inputs that smoothing divides are looked at divided.
+    pub(super) fn learn(&self, lessons: &mut Lessons, divisors: &Divisors) -> Result<Arc<Calibration>> {
+        let Lessons { decoder, rows } = lessons;
         let method = if self.gptq { Method::Feedback } else { Method::Importance };
         // Outputs are compared where schemes are chosen, which takes all products of inputs.
         let whole = self.gptq || self.budget().is_some();
-        let observed = decoder.observe(&rows, if whole { Wanted::Hessians } else { Wanted::Moments })?;
+        let wanted = if whole { Wanted::Hessians } else { Wanted::Moments };
+        let observed = decoder.observe_divided(rows, wanted, divisors)?;
         let mut calibration = Calibration {
             method,
             inputs: shared(observed.given),
@@ -87,7 +103,7 @@ impl Calibrating {
             let observed = decoder.observe(&short, Wanted::Sensitivity)?;
             (calibration.sensitivity, calibration.lookup) = (observed.sensitivity, observed.lookup);
         }
-        Ok(Some(Arc::new(calibration)))
+        Ok(Arc::new(calibration))
     }
 
     /// The recipe that a budget asks for.
@@ -122,6 +138,28 @@ impl Calibrating {
     }
 }
 
+/// What is learnt from.
+pub(super) struct Lessons {
+    decoder: Decoder,
+    rows: Vec<Vec<u32>>,
+}
+
+impl Lessons {
+    /// The largest magnitudes that the text gives the channels of each layer.
+    pub(super) fn largest(&mut self) -> Result<BTreeMap<String, Arc<Vec<f32>>>> {
+        let observed = self.decoder.observe(&self.rows, Wanted::Moments)?;
+        Ok(observed.given.into_iter().map(|(name, g)| (name, Arc::new(g.largest.clone()))).collect())
+    }
+}
+
+/// A share, from 0 to 1.
+fn share(text: &str) -> std::result::Result<f32, String> {
+    match text.parse() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a number from 0 to 1 is expected, such as 0.5".into()),
+    }
+}
+
 /// A text's tokens in rows that the model takes.
 fn rows(checkpoint: &Checkpoint, file: &Path, tokens: usize) -> Result<Vec<Vec<u32>>> {
     let text = std::fs::read_to_string(file).map_err(|e| io(file, &e))?;
@@ -142,8 +180,11 @@ fn shared(given: BTreeMap<String, Arc<Given>>) -> BTreeMap<String, Arc<Inputs>> 
         if let Some((_, inputs)) = known.iter().find(|(g, _)| Arc::ptr_eq(g, &given)) {
             return (name, Arc::clone(inputs));
         }
-        let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
-        let inputs = Arc::new(inputs);
+        let inputs = Arc::new(Inputs {
+            moments: given.moments.clone(),
+            hessian: given.hessian.clone(),
+            magnitudes: given.magnitudes.clone(),
+        });
         known.push((given, Arc::clone(&inputs)));
         (name, inputs)
     };

@@ -3,11 +3,12 @@
 
 use std::{collections::BTreeMap, path::Path};
 
+use serde_json::json;
+
 use crate::{
-    bail,
     error::{Context, Result, io},
     ops::Opset,
-    quant::{Options, Policy, Report, Scheme, Target},
+    quant::{Activations, Entry, Options, Policy, Report, Scheme, Smoothed, Smoothing, Target},
     ui,
 };
 
@@ -38,9 +39,6 @@ pub(super) fn policy(text: Option<&str>, target: Target, opset: Opset) -> Result
         let recipe = std::fs::read_to_string(text).map_err(|e| io(Path::new(text), &e))?;
         return Policy::parse(&recipe).at(text);
     }
-    if text.starts_with("w8a8") {
-        bail!("`{text}`: weights alone are quantized, activations stay fp16"; hint: "`int8` compresses the weights");
-    }
     Ok(Policy::uniform(text.parse::<Scheme>().hint(|| "or a recipe's file, `NAME.toml`".into())?))
 }
 
@@ -59,11 +57,20 @@ pub(super) fn table(reports: &[(String, &Report)]) -> String {
                 format!("{:.2}", e.bits_per_weight()),
                 quality.map_or("-".into(), |q| decibels(q.sqnr_db)),
                 quality.map_or("-".into(), |q| format!("{:.2e}", q.max_error)),
-                e.note.clone().unwrap_or_default(),
+                e.activations.as_ref().map(activations).or(e.note.clone()).unwrap_or_default(),
             ]);
         }
     }
     ui::table(&rows)
+}
+
+fn activations(a: &Result<Activations, String>) -> String {
+    match a {
+        Ok(a) => {
+            format!("activations of {} bits, scale {:.2e}, SQNR {} dB", a.bits, a.scale, decibels(a.sqnr_db))
+        }
+        Err(why) => format!("activations stay: {why}"),
+    }
 }
 
 fn decibels(db: f64) -> String {
@@ -92,6 +99,7 @@ pub(super) fn summary(reports: &[(String, &Report)]) -> String {
             None => lines
                 .push(format!("  {place}{} to quantize", ui::counted(report.tensors.len() as u64, "weight"))),
         }
+        lines.extend(met(report).map(|l| format!("  {place}{l}")));
         lines.extend(left(report).map(|l| format!("  {place}{l}")));
         let (before, after) = report.bits_per_weight();
         lines.push(format!(
@@ -101,6 +109,58 @@ pub(super) fn summary(reports: &[(String, &Report)]) -> String {
         ));
     }
     lines.join("\n")
+}
+
+/// What was done to activations, and where that could not be done, the reasons.
+fn met(report: &Report) -> Option<String> {
+    let asked: Vec<(&Entry, &Result<Activations, String>)> =
+        report.tensors.iter().filter_map(|e| Some((e, e.activations.as_ref()?))).collect();
+    let done = || asked.iter().filter_map(|(e, a)| Some((e, a.as_ref().ok()?)));
+    let mut text = match report.activations() {
+        Some((mean, worst)) => {
+            let name = done().find(|(_, a)| a.sqnr_db == worst).map_or("", |(e, _)| &e.name);
+            let n = ui::counted(done().count() as u64, "weight");
+            let [mean, worst] = [mean, worst].map(decibels);
+            format!("activations before {n} in 8 bits; SQNR {mean} dB, at worst {worst} (`{name}`)")
+        }
+        None if asked.is_empty() => return None,
+        None => "activations before no weight in 8 bits".into(),
+    };
+    for (e, a) in asked {
+        if let Err(why) = a {
+            text.push_str(&format!("\n    not before `{}`: {why}", e.name));
+        }
+    }
+    Some(text)
+}
+
+/// What smoothing moved, and by reason where it did not.
+pub(super) fn smoothing(alpha: f32, smoothing: &Smoothing) -> String {
+    let norms = ui::counted(smoothing.smoothed.len() as u64, "norm");
+    let layers: usize = smoothing.smoothed.iter().map(|s| s.layers).sum();
+    let layers = ui::counted(layers as u64, "weight");
+    let mut text = format!("  smoothed {norms} before {layers}, by {alpha}");
+    if !smoothing.smoothed.is_empty() {
+        let least = smoothing.smoothed.iter().map(|s| s.least).fold(f32::INFINITY, f32::min);
+        let largest = smoothing.smoothed.iter().map(|s| s.largest).fold(0.0, f32::max);
+        text.push_str(&format!("; channels are divided by {least} to {largest}"));
+    }
+    let mut reasons: BTreeMap<&str, u64> = BTreeMap::new();
+    smoothing.left.values().for_each(|why| *reasons.entry(why).or_default() += 1);
+    for (why, n) in reasons {
+        text.push_str(&format!("\n    not {}: {why}", ui::counted(n, "norm")));
+    }
+    text
+}
+
+pub(super) fn smoothing_json(alpha: f32, smoothing: &Smoothing) -> serde_json::Value {
+    let one =
+        |s: &Smoothed| json!({"norm": s.norm, "weights": s.layers, "least": s.least, "largest": s.largest});
+    json!({
+        "alpha": (f64::from(alpha) * 1e6).round() / 1e6,
+        "smoothed": smoothing.smoothed.iter().map(one).collect::<Vec<_>>(),
+        "left": smoothing.left,
+    })
 }
 
 /// What stays as it is, by reason.

@@ -42,6 +42,7 @@ Examples:
   silane convert llama/ -o llama.mlpackage --context-length 1024 --prefill-chunk 128 --validate
   silane convert large/ -o large --max-part-size 500MB
   silane convert llama/ -o llama --quantize lut4:g16 --calibrate text.txt --gptq
+  silane convert llama/ -o llama --quantize w8a8 --calibrate text.txt --smooth 0.5
   silane convert llama/ -o llama --budget 4.5bpw --calibrate text.txt --write-recipe recipe.toml
   silane convert bert/ --dry-run --json";
 
@@ -245,9 +246,11 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         .as_deref()
         .map(|text| compress::policy(Some(text), args.how.target, plan.opset))
         .transpose()?;
-    if args.calibrating.asked() && policy.is_none() && args.calibrating.budget().is_none() {
+    let quantized = policy.is_some() || args.calibrating.budget().is_some();
+    if args.calibrating.asked() && !quantized && args.calibrating.smooth().is_none() {
         bail!("a calibration text is given and nothing is quantized"; hint: "`--quantize SCHEME` or `--budget BITS`");
     }
+    policy.as_ref().map_or(Ok(()), |p| p.refuse_untaught(args.calibrating.asked()))?;
     let mut parts = models::build(&checkpoint, &plan, model_type)?;
     let several = parts.len() > 1;
     let output = output.map(|o| if several { folder(o) } else { Ok(with_extension(o)) }).transpose()?;
@@ -259,12 +262,25 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
     }
     // What takes time comes after all that can be refused at once.
-    let calibration = args.calibrating.learn(&checkpoint)?;
+    let mut lessons = args.calibrating.open(&checkpoint)?;
     let mixture = Mixture::of(&checkpoint, model_type)?;
     for part in &mut parts {
         part.notes.iter().for_each(ui::note);
         passes::tidy(&mut part.program)?;
     }
+    let smoothing = match (&mut lessons, args.calibrating.smooth()) {
+        (Some(lessons), Some(alpha)) => {
+            let mut programs: Vec<&mut Program> = parts.iter_mut().map(|p| &mut p.program).collect();
+            Some((alpha, quant::smooth(&mut programs, &lessons.largest()?, alpha)?))
+        }
+        _ => None,
+    };
+    let divisors = smoothing.as_ref().map(|(_, s)| s.divisors.clone()).unwrap_or_default();
+    let calibration = match &mut lessons {
+        Some(lessons) if quantized => Some(args.calibrating.learn(lessons, &divisors)?),
+        _ => None,
+    };
+    drop(lessons);
     // Weights are read through the checkpoint, which refuses what is no number.
     let options = quant::Options { trusted: true, ..args.how.options() };
     if let Some(calibration) = &calibration {
@@ -318,9 +334,15 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             _ => json!(each.collect::<BTreeMap<_, _>>()),
         };
     }
+    if let Some((alpha, smoothing)) = &smoothing {
+        summary["smoothing"] = compress::smoothing_json(*alpha, smoothing);
+    }
     summary["seconds"] = json!(start.elapsed().as_secs_f64());
     if !args.json {
         ui::talk(tell(&summary));
+        if let Some((alpha, smoothing)) = &smoothing {
+            ui::talk(compress::smoothing(*alpha, smoothing));
+        }
         if !reports.is_empty() {
             ui::talk(compress::summary(&reports));
         }

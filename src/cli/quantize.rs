@@ -27,7 +27,8 @@ use crate::{
 const EXAMPLES: &str = "\
 Schemes: fp16; int8, uint8, int4, uint4 with :o a searched zero point, :t one scale, :bN blocks of N inputs;
 lut1, 2, 3, 4, 6, 8 with :gN channels a table, :v2 and :v4 vectors, :i8 entries, :exact; sparse50 or 2:4,
-alone or before one of these, as in sparse50+lut4.
+alone or before one of these, as in sparse50+lut4. w8a8 is int8 of weights and of the activations they meet,
+which `convert` learns from a text (`--calibrate`).
 
 A recipe is a TOML file: `default`, `smallest`, and `[[rule]]` with `weight` (a pattern) or `op`, and `scheme`;
 the first rule that fits a weight decides.

@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use super::{
+    activations::{Asked, Fits, Pairs},
     calibration::Calibration,
     cell::Cell,
     content,
@@ -75,6 +76,7 @@ pub fn apply_calibrated(
 ) -> Result<Report> {
     let opset = opset(program)?;
     examine(policy, opset, options)?;
+    policy.refuse_untaught(calibration.is_some())?;
     calibration.map_or(Ok(()), |c| c.check()).at("calibration")?;
     for function in program.functions.values_mut() {
         spell_weights(function);
@@ -98,12 +100,15 @@ pub fn apply_calibrated(
     }
     let looked_up: HashSet<String> =
         candidates.iter().filter(|c| c.role.op == "gather").map(|c| c.source.key.clone()).collect();
+    let pairs = pairs(program, &candidates, calibration);
     let mut cells: HashMap<String, Cell> = HashMap::new();
     let mut plans: HashMap<(String, ValueId), Cell> = HashMap::new();
     for c in candidates {
         let shape = &c.source.shape;
-        let (scheme, note) = forms::fitted(&c.scheme, shape, c.role.output, c.role.input);
-        let plan = Plan::new(scheme, &c.role, &c.source, opset).at(&c.name)?;
+        let (weights, note) = forms::fitted(&c.scheme.weights(), shape, c.role.output, c.role.input);
+        let activations = pairs.get(&c.function).and_then(|p| p.of(c.id));
+        let scheme = if matches!(activations, Some(Ok(_))) { c.scheme } else { weights };
+        let plan = Plan::new(weights, &c.role, &c.source, opset).at(&c.name)?;
         let cell = match cells.get(&plan.key(&c.source)) {
             Some(known) => known.shaped(plan),
             None => {
@@ -117,7 +122,8 @@ pub fn apply_calibrated(
         };
         cells.insert(cell.key().into(), cell.clone());
         plans.insert((c.function.clone(), c.id), cell.clone());
-        match report.tensors.iter_mut().find(|e| e.name == c.name && e.cell.same(&cell)) {
+        let same = |e: &&mut Entry| e.name == c.name && e.cell.same(&cell) && e.activations == activations;
+        match report.tensors.iter_mut().find(same) {
             Some(entry) => entry.functions.push(c.function),
             None => report.tensors.push(Entry {
                 name: c.name,
@@ -125,6 +131,7 @@ pub fn apply_calibrated(
                 ty: c.ty,
                 op: c.role.op,
                 scheme,
+                activations,
                 note,
                 bytes: cell.bytes(),
                 cell,
@@ -133,6 +140,7 @@ pub fn apply_calibrated(
     }
     for (name, function) in &mut program.functions {
         rewrite(name, function, &plans).at(name)?;
+        pairs.get(name).map_or(Ok(()), |p| p.insert(function)).at(name)?;
     }
     let mut schemes: Vec<Scheme> = Vec::new();
     for entry in &report.tensors {
@@ -143,6 +151,28 @@ pub fn apply_calibrated(
     }
     report.after = report::weigh(program).0;
     Ok(report)
+}
+
+/// Where activations are quantized, by function.
+fn pairs(
+    program: &Program,
+    candidates: &[Candidate],
+    calibration: Option<&Arc<Calibration>>,
+) -> HashMap<String, Pairs> {
+    let mut asked: HashMap<&str, Asked> = HashMap::new();
+    for c in candidates.iter().filter(|c| c.scheme == Scheme::W8A8) {
+        let known = match calibration {
+            Some(all) => all.guide(&c.source.key, c.source.shape[c.role.input], false),
+            None => Err("there is no calibration".into()),
+        };
+        let inputs = known.map(|guide| guide.inputs().clone());
+        asked.entry(&c.function).or_default().insert(c.id, inputs);
+    }
+    let mut fits = Fits::new();
+    let plan = |(name, asked): (&str, Asked)| {
+        Some((name.to_string(), Pairs::plan(program.functions.get(name)?, &asked, &mut fits)))
+    };
+    asked.into_iter().filter_map(plan).collect()
 }
 
 /// The opset of all functions.

@@ -24,6 +24,8 @@ pub struct Inputs {
     pub moments: Vec<f32>,
     /// The mean product of every two input channels, row-major.
     pub hessian: Option<Vec<f32>>,
+    /// Magnitudes of inputs, in fp16, and how often each of them occurs.
+    pub magnitudes: Vec<(f32, u64)>,
 }
 
 /// How a weight's codes are chosen with what is known of its inputs.
@@ -69,13 +71,16 @@ const FLOOR: f32 = 1e-3;
 impl Calibration {
     /// Refuses sizes that do not fit each other, and what is no mean of squares.
     pub(super) fn check(&self) -> Result<()> {
-        for (name, Inputs { moments, hessian }) in self.inputs.iter().map(|(n, i)| (n, &**i)) {
+        for (name, Inputs { moments, hessian, magnitudes }) in self.inputs.iter().map(|(n, i)| (n, &**i)) {
             let n = moments.len();
             if let Some(hessian) = hessian.as_ref().filter(|h| h.len() != n * n) {
                 bail!("`{name}`: {} products of inputs, there are {n} inputs", hessian.len());
             }
             if let Some(bad) = moments.iter().find(|m| !(m.is_finite() && **m >= 0.0)) {
                 bail!("`{name}`: a mean square of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
+            }
+            if let Some((bad, _)) = magnitudes.iter().find(|(m, _)| !(m.is_finite() && *m >= 0.0)) {
+                bail!("`{name}`: a magnitude of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
             }
             if let Some(bad) = hessian.iter().flatten().find(|h| !h.is_finite()) {
                 bail!("`{name}`: a product of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
@@ -125,7 +130,7 @@ impl Calibration {
 }
 
 /// The checkpoint's tensors that a weight is made from.
-fn tensors_of(key: &str) -> Option<Vec<&str>> {
+pub(super) fn tensors_of(key: &str) -> Option<Vec<&str>> {
     let part = |part| str::split(str::strip_prefix(part, "ckpt:")?, ' ').next();
     let names: Option<BTreeSet<&str>> = key.split(" & ").map(part).collect();
     Some(names?.into_iter().collect())
@@ -155,6 +160,10 @@ impl Guide {
             }
             _ => encoded::encode(values, layout, scheme, Some(&importance)),
         }
+    }
+
+    pub(super) fn inputs(&self) -> &Arc<Inputs> {
+        &self.inputs
     }
 
     /// What is done to a weight of this scheme.
@@ -282,7 +291,7 @@ mod tests {
     use super::*;
 
     fn calibration() -> Calibration {
-        let given = |moments: &[f32]| Arc::new(Inputs { moments: moments.to_vec(), hessian: None });
+        let given = |moments: &[f32]| Arc::new(Inputs { moments: moments.to_vec(), ..Inputs::default() });
         let shared = given(&[1.0, 2.0, 3.0, 6.0]);
         let inputs = [("q", shared.clone()), ("k", shared), ("o", given(&[4.0, 4.0, 4.0, 4.0]))];
         Calibration {

@@ -92,6 +92,7 @@ pub fn encode(
             check_values(values, layout)?;
             sparse::encode(values, layout, sparse, &scheme.inner(), importance)
         }
+        Scheme::W8A8 => encode(values, layout, &scheme.weights(), importance),
         Scheme::Linear(_) | Scheme::Palette(_) => {
             Grid::fit(values, layout, scheme, importance)?.encode(values)
         }

@@ -30,7 +30,7 @@ const SLAB: usize = 4096;
 /// Whether a scheme and a weight can be rounded so: one code an element, nothing left out, and a matrix.
 pub(super) fn takes(scheme: &Scheme, layout: Layout<'_>) -> bool {
     let single = match scheme {
-        Scheme::Linear(_) => true,
+        Scheme::Linear(_) | Scheme::W8A8 => true,
         Scheme::Palette(Palette { vector, .. }) => *vector == 1,
         Scheme::Dense | Scheme::Sparse(..) => false,
     };

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashSet};
 use super::{
     cell::{Cell, Part},
     layout::Layout,
-    scheme::{Axis, Effort, Granularity, Group, Linear, Palette, Scheme, Then},
+    scheme::{Axis, Effort, Granularity, Group, INT8, Linear, Palette, Scheme, Then},
     sparse,
     uses::Role,
 };
@@ -44,6 +44,7 @@ pub(super) struct Plan {
 pub(super) fn possible(scheme: &Scheme, opset: Opset) -> Result<()> {
     let needs = match scheme {
         Scheme::Dense => return Ok(()),
+        Scheme::W8A8 => Opset::Ios17,
         Scheme::Linear(Linear {
             bits: 8, granularity: Granularity::Tensor | Granularity::Channel, ..
         }) => Opset::Ios16,
@@ -110,7 +111,7 @@ pub(super) fn fitted(
     match &mut fitted {
         Scheme::Linear(l) | Scheme::Sparse(_, Then::Linear(l)) => linear(l, &mut note),
         Scheme::Palette(p) | Scheme::Sparse(_, Then::Palette(p)) => palette(p, &mut note),
-        Scheme::Dense | Scheme::Sparse(_, Then::Nothing) => {}
+        Scheme::Dense | Scheme::W8A8 | Scheme::Sparse(_, Then::Nothing) => {}
     }
     (fitted, note)
 }
@@ -173,6 +174,7 @@ impl Plan {
         match &self.scheme {
             Scheme::Dense => vec![piece(Part::Values, self.dtype, self.shape.clone())],
             Scheme::Linear(l) => self.linear(l, self.shape.clone()),
+            Scheme::W8A8 => self.linear(&INT8, self.shape.clone()),
             Scheme::Palette(p) => self.palette(p, None),
             Scheme::Sparse(_, then) => {
                 let mut pieces = vec![mask()];
@@ -332,7 +334,7 @@ impl Ops<'_> {
 
     fn new_forms(&mut self, plan: &Plan) -> Result<()> {
         match &plan.scheme {
-            Scheme::Dense => bail!("a dense weight has no other form"),
+            Scheme::Dense | Scheme::W8A8 => bail!("`{}` is no form of a weight", plan.scheme),
             Scheme::Linear(l) => {
                 let mut params = vec![("data", self.part(Part::Codes)?), ("scale", self.part(Part::Scale)?)];
                 if l.has_offset() {

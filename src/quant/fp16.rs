@@ -6,7 +6,8 @@ pub(super) const OVERFLOW: f32 = 65520.0;
 /// The smallest fp16 above zero, 2⁻²⁴.
 pub(super) const SMALLEST: f32 = 5.960_464_5e-8;
 
-const SMALLEST_NORMAL: f32 = 6.103_515_6e-5;
+/// The smallest fp16 with all its digits, 2⁻¹⁴.
+pub(super) const SMALLEST_NORMAL: f32 = 6.103_515_6e-5;
 
 /// The nearest fp16, ties to even.
 #[inline(always)]

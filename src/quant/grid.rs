@@ -60,7 +60,7 @@ impl Grid {
                 let tables = search(values, layout, p, &grouping, importance);
                 (grouping, Kind::palette(p, tables))
             }
-            Scheme::Dense | Scheme::Sparse(..) => {
+            Scheme::Dense | Scheme::W8A8 | Scheme::Sparse(..) => {
                 bail!("`{scheme}` has no grid"; hint: "give the scheme of the elements that are kept")
             }
         };

@@ -68,6 +68,9 @@ impl Target {
     pub(super) fn note(self, scheme: &Scheme) -> Option<String> {
         let about = match scheme {
             _ if self == Target::Gpu => return None,
+            Scheme::W8A8 => {
+                "8-bit activations gain time from the A17 Pro and the M4 on, most in deep convolutional models; language models of this kind have been seen to be refused by the Neural Engine"
+            }
             Scheme::Linear(l) if l.bits == 4 => {
                 "4-bit integers with a scale per channel lose much without training; palettes of 4 bits lose less"
             }
@@ -109,7 +112,7 @@ fn slow_on_ane(scheme: &Scheme) -> Option<(&'static str, &'static str)> {
         ))
     };
     match scheme {
-        Scheme::Dense | Scheme::Sparse(_, Then::Nothing) => None,
+        Scheme::Dense | Scheme::W8A8 | Scheme::Sparse(_, Then::Nothing) => None,
         Scheme::Linear(l) => blocks(&l.granularity),
         Scheme::Palette(p) => palette(p),
         Scheme::Sparse(_, Then::Linear(l)) => blocks(&l.granularity),

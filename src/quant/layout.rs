@@ -71,7 +71,7 @@ impl Scheme {
         match self.inner() {
             Scheme::Linear(l) => Grouping::linear(layout, l.granularity).map(|_| ()),
             Scheme::Palette(p) => Grouping::palette(layout, p.group, p.vector).map(|_| ()),
-            Scheme::Dense | Scheme::Sparse(..) => Ok(()),
+            Scheme::Dense | Scheme::W8A8 | Scheme::Sparse(..) => Ok(()),
         }
         .within(|| format!("fitting `{self}` to a weight {}", shape_text(layout.shape)))
     }

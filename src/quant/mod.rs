@@ -1,9 +1,11 @@
-//! Quantization: weights of a program are compressed, whoever made it.
+//! Quantization: weights of a program are compressed, whoever made it, and activations where a text taught
+//! their ranges.
 //!
 //! A [`Policy`] says which weight gets which scheme, a [`Target`] which schemes are worth it, and [`apply`]
 //! puts constexpr ops in the places of constants. Weights are encoded only while they are written, one at
 //! a time, on all cores; [`encode`] is what is done to each.
 
+mod activations;
 mod allocate;
 mod apply;
 pub mod calibration;
@@ -26,10 +28,12 @@ pub mod policy;
 mod raise;
 mod report;
 pub mod scheme;
+mod smooth;
 pub mod sparse;
 mod uses;
 mod vectors;
 
+pub use activations::Activations;
 pub use allocate::{Allocation, Budget, Choices, candidates};
 pub use apply::{Options, apply, apply_calibrated};
 pub use calibration::{Calibration, Inputs, Method};
@@ -42,3 +46,4 @@ pub use policy::{Policy, Rule};
 pub use raise::raise;
 pub use report::{Entry, Report, Skipped, Total, decibels};
 pub use scheme::Scheme;
+pub use smooth::{Smoothed, Smoothing, smooth};

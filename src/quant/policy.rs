@@ -117,6 +117,17 @@ impl Policy {
         toml::to_string(&recipe).map_err(|e| Error::new(format!("the recipe cannot be written: {e}")))
     }
 
+    /// Refuses schemes that quantize activations where no text taught what those are.
+    pub fn refuse_untaught(&self, calibrated: bool) -> Result<()> {
+        let mut schemes = self.rules.iter().map(|r| &r.scheme).chain([&self.default]);
+        match schemes.find(|s| **s == Scheme::W8A8) {
+            Some(scheme) if !calibrated => {
+                bail!("`{scheme}` quantizes activations, and nothing is known of their ranges"; hint: "`silane convert CHECKPOINT --quantize {scheme} --calibrate TEXT` learns them from a text; `int8` compresses the weights alone")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Which rule fits, if one does, and the scheme.
     pub(super) fn choose(&self, weight: Seen<'_>) -> (Option<usize>, &Scheme) {
         match self.rules.iter().position(|r| r.fits(weight)) {

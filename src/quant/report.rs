@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde_json::json;
 
 use super::{
+    activations::Activations,
     calibration::Method,
     cell::{Cell, Quality},
     scheme::Scheme,
@@ -38,6 +39,8 @@ pub struct Entry {
     /// What reads it.
     pub op: String,
     pub scheme: Scheme,
+    /// What is done to what its layers are given, or why that stays as it is; `None` where nothing was asked.
+    pub activations: Option<Result<Activations, String>>,
     /// Why the scheme is not the one that was asked for.
     pub note: Option<String>,
     pub bytes: u64,
@@ -65,6 +68,11 @@ pub struct Total {
 }
 
 impl Entry {
+    /// How what its layers are given is quantized, where it is.
+    pub fn activations(&self) -> Option<Activations> {
+        self.activations.as_ref()?.as_ref().ok().copied()
+    }
+
     /// How near the written values are to the original ones, once they are written.
     pub fn quality(&self) -> Option<Quality> {
         self.cell.quality()
@@ -121,6 +129,16 @@ impl Report {
         (total.elements > 0).then_some(total)
     }
 
+    /// Signal over error of quantized activations, in decibels: by the mean of what each layer is given, and of
+    /// the worst one; `None` where none are quantized.
+    pub fn activations(&self) -> Option<(f64, f64)> {
+        let all: Vec<f64> = self.tensors.iter().filter_map(|e| Some(e.activations()?.sqnr_db)).collect();
+        #[expect(clippy::cast_precision_loss, reason = "a number of layers")]
+        let noise = all.iter().map(|db| 10f64.powf(-db / 10.0)).sum::<f64>() / all.len().max(1) as f64;
+        let worst = all.iter().copied().reduce(f64::min)?;
+        Some((-10.0 * noise.log10(), worst))
+    }
+
     /// What the package says about itself, as JSON: schemes, bits and errors of what is compressed.
     pub fn metadata(&self) -> Option<String> {
         let total = self.total()?;
@@ -133,12 +151,16 @@ impl Report {
             (scheme.clone(), json!({"tensors": tensors, "elements": elements}))
         };
         let schemes: serde_json::Map<String, serde_json::Value> = schemes.iter().map(each).collect();
-        let said = json!({
+        let mut said = json!({
             "schemes": schemes,
             "bits_per_weight": rounded(self.bits_per_weight().1),
             "sqnr_db": decibels(total.sqnr_db),
             "worst_sqnr_db": decibels(total.worst_db),
         });
+        if let Some((mean, worst)) = self.activations() {
+            said["activations"] =
+                json!({"bits": 8, "sqnr_db": decibels(mean), "worst_sqnr_db": decibels(worst)});
+        }
         Some(said.to_string())
     }
 
@@ -150,6 +172,10 @@ impl Report {
                 "name": e.name, "functions": e.functions, "shape": e.ty.shape(), "dtype": e.ty.dtype.name(),
                 "op": e.op, "scheme": e.scheme.to_string(), "note": e.note, "bytes": e.bytes,
                 "bits_per_weight": e.bits_per_weight(),
+                "activations": e.activations.as_ref().map(|a| match a {
+                    Ok(a) => json!({"bits": a.bits, "scale": a.scale, "sqnr_db": decibels(a.sqnr_db)}),
+                    Err(why) => json!(format!("no: {why}")),
+                }),
                 "sqnr_db": quality.map(|q| decibels(q.sqnr_db)),
                 "max_error": quality.map(|q| q.max_error),
                 "calibrated": e.calibrated().map(|c| c.map_or_else(|why| format!("no: {why}"), |m| m.name().into())),

@@ -5,6 +5,7 @@
 //! int8 uint8 int4 uint4   :o zero point searched, :s in the middle   :t one scale, :bN blocks of N inputs
 //! lut1 … lut8             :gN outputs a table, :gNi inputs   :vN vectors   :i8 int8 entries   :exact
 //! sparse50  2:4           alone, or before one of the above: sparse50+lut4, 2:4+int8
+//! w8a8                    int8, and so are the activations that the weight meets
 //! ```
 //!
 //! Signed codes have no zero point unless asked, unsigned ones have a searched one unless asked.
@@ -24,6 +25,8 @@ pub enum Scheme {
     Linear(Linear),
     Palette(Palette),
     Sparse(Sparse, Then),
+    /// As `int8`, and what the layer is given goes through 8-bit integers too, with one scale a tensor.
+    W8A8,
 }
 
 /// What is done with the elements that a sparse scheme keeps.
@@ -100,7 +103,11 @@ pub enum Sparse {
 }
 
 const KNOWN: &str = "fp16; int8, uint8, int4, uint4 with `:o`, `:s`, `:t`, `:bN`; lut1, 2, 3, 4, 6, 8 with `:gN`, `:gNi`, \
-     `:v2`, `:v4`, `:i8`, `:exact`; sparseP, N:M, alone or before `+`";
+     `:v2`, `:v4`, `:i8`, `:exact`; sparseP, N:M, alone or before `+`; w8a8";
+
+/// Codes around zero with a scale a channel.
+pub(super) const INT8: Linear =
+    Linear { bits: 8, signed: true, offset: false, granularity: Granularity::Channel };
 
 impl Linear {
     /// The smallest and the largest code.
@@ -129,13 +136,21 @@ impl Palette {
 }
 
 impl Scheme {
+    /// The scheme of the weight alone, whatever is done to activations.
+    pub fn weights(&self) -> Scheme {
+        match *self {
+            Scheme::W8A8 => Scheme::Linear(INT8),
+            scheme => scheme,
+        }
+    }
+
     /// The scheme of the elements themselves, whatever a sparse scheme keeps of them.
     pub fn inner(&self) -> Scheme {
         match *self {
             Scheme::Sparse(_, Then::Nothing) => Scheme::Dense,
             Scheme::Sparse(_, Then::Linear(l)) => Scheme::Linear(l),
             Scheme::Sparse(_, Then::Palette(p)) => Scheme::Palette(p),
-            scheme => scheme,
+            scheme => scheme.weights(),
         }
     }
 
@@ -207,7 +222,7 @@ impl FromStr for Scheme {
                     Scheme::Dense => Then::Nothing,
                     Scheme::Linear(l) => Then::Linear(l),
                     Scheme::Palette(p) => Then::Palette(p),
-                    Scheme::Sparse(..) => return Err(unknown()),
+                    Scheme::Sparse(..) | Scheme::W8A8 => return Err(unknown()),
                 };
                 Scheme::Sparse(sparse, then)
             }
@@ -245,6 +260,9 @@ fn plain(text: &str) -> Result<Option<Scheme>> {
     }
     if name == "fp16" && words.is_empty() {
         return Ok(Some(Scheme::Dense));
+    }
+    if name == "w8a8" && words.is_empty() {
+        return Ok(Some(Scheme::W8A8));
     }
     if let Some(bits) = name.strip_prefix("lut").and_then(number) {
         return palette(u8::try_from(bits).unwrap_or(u8::MAX), &words).map(Some);
@@ -313,6 +331,7 @@ impl fmt::Display for Scheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Scheme::Dense => f.write_str("fp16"),
+            Scheme::W8A8 => f.write_str("w8a8"),
             Scheme::Linear(l) => l.fmt(f),
             Scheme::Palette(p) => p.fmt(f),
             Scheme::Sparse(s, then) => {

@@ -19,7 +19,7 @@ use candle_core::Tensor;
 use self::model::{Family, Model};
 pub use self::{
     decoder::{Decoder, DecoderOutput},
-    watch::{Given, Observed, Wanted},
+    watch::{Divisors, Given, Observed, Wanted},
 };
 use crate::{
     checkpoint::{Checkpoint, Task},

@@ -9,6 +9,7 @@ use std::{
 };
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Storage, Tensor, TensorId, Var};
+use half::{f16, slice::HalfFloatSliceExt};
 
 use super::scope::project;
 use crate::{bail, error::Result};
@@ -30,8 +31,12 @@ pub struct Given {
     pub tokens: u64,
     /// The mean square of each input channel.
     pub moments: Vec<f32>,
+    /// The largest magnitude of each input channel.
+    pub largest: Vec<f32>,
     /// The mean product of every two input channels, row-major.
     pub hessian: Option<Vec<f32>>,
+    /// Magnitudes of inputs, rounded to fp16, and how often each of them occurs.
+    pub magnitudes: Vec<(f32, u64)>,
 }
 
 /// By the checkpoint's name of a layer's weight.
@@ -45,9 +50,13 @@ pub struct Observed {
     pub lookup: BTreeMap<String, f64>,
 }
 
+/// What inputs are divided by before they are looked at, by the checkpoint's name of a layer's weight.
+pub type Divisors = BTreeMap<String, Arc<Vec<f32>>>;
+
 #[derive(Debug)]
 pub(super) struct Watch {
     wanted: Wanted,
+    divisors: Divisors,
     state: Mutex<State>,
 }
 
@@ -66,7 +75,11 @@ struct State {
 struct Group {
     tokens: u64,
     moments: Vec<f64>,
+    largest: Vec<f32>,
     hessian: Option<Tensor>,
+    /// By the bits of the magnitude in fp16.
+    magnitudes: Vec<u64>,
+    divisor: Option<Arc<Vec<f32>>>,
     last: TensorId,
 }
 
@@ -79,9 +92,28 @@ struct Slopes {
     tokens: u64,
 }
 
+impl Group {
+    /// Counts magnitudes, and keeps the largest; what fp16 cannot hold counts as the largest that it holds.
+    fn count(&mut self, x: &Tensor, width: usize) -> Result<()> {
+        let top = f16::MAX.to_bits();
+        self.magnitudes.resize(usize::from(top) + 1, 0);
+        self.largest.resize(width, 0.0);
+        let values = x.contiguous()?.flatten_all()?.to_vec1::<f32>()?;
+        let mut halves = vec![f16::ZERO; width];
+        for row in values.chunks(width.max(1)) {
+            halves.convert_from_f32_slice(row);
+            for half in &halves {
+                self.magnitudes[usize::from((half.to_bits() & 0x7fff).min(top))] += 1;
+            }
+            self.largest.iter_mut().zip(row).for_each(|(most, v)| *most = most.max(v.abs()));
+        }
+        Ok(())
+    }
+}
+
 impl Watch {
-    pub(super) fn new(wanted: Wanted) -> Arc<Watch> {
-        Arc::new(Watch { wanted, state: Mutex::default() })
+    pub(super) fn new(wanted: Wanted, divisors: &Divisors) -> Arc<Watch> {
+        Arc::new(Watch { wanted, divisors: divisors.clone(), state: Mutex::default() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -107,27 +139,46 @@ impl Watch {
 
     fn see(&self, path: &str, x: &Tensor) -> Result<()> {
         let mut state = self.state();
-        let same = state.last.filter(|(id, _)| *id == x.id()).map(|(_, group)| group);
+        let divisor = self.divisors.get(path);
+        let alike = |group: &Group| match (&group.divisor, divisor) {
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            (None, None) => true,
+            _ => false,
+        };
+        let same = state.last.filter(|(id, group)| *id == x.id() && alike(&state.groups[*group]));
         let group = match (state.layers.get(path), same) {
             (Some(group), _) if state.groups[*group].last == x.id() => return Ok(()),
             (Some(group), _) => *group,
-            (None, Some(group)) => {
+            (None, Some((_, group))) => {
                 state.layers.insert(path.into(), group);
                 return Ok(());
             }
             (None, None) => {
                 let group = state.groups.len();
-                state.groups.push(Group { tokens: 0, moments: Vec::new(), hessian: None, last: x.id() });
+                state.groups.push(Group {
+                    tokens: 0,
+                    moments: Vec::new(),
+                    largest: Vec::new(),
+                    hessian: None,
+                    magnitudes: Vec::new(),
+                    divisor: divisor.cloned(),
+                    last: x.id(),
+                });
                 state.layers.insert(path.into(), group);
                 group
             }
         };
         state.last = Some((x.id(), group));
-        let (sums, rows) = squares(x)?;
         let known = &mut state.groups[group];
         known.last = x.id();
+        let x = match divisor {
+            Some(d) => x.broadcast_div(&Tensor::from_slice(d, d.len(), x.device())?)?,
+            None => x.clone(),
+        };
+        let (sums, rows) = squares(&x)?;
         known.tokens += rows;
         add(&mut known.moments, &sums);
+        known.count(&x, sums.len())?;
         if self.wanted == Wanted::Hessians {
             let x = x.reshape(((), sums.len()))?;
             let products = x.t()?.matmul(&x)?;
@@ -192,7 +243,16 @@ impl Watch {
                 None => None,
             };
             let moments = g.moments.iter().map(|m| (m / n) as f32).collect();
-            known.push(Arc::new(Given { tokens: g.tokens, moments, hessian }));
+            let magnitude =
+                |(bits, n): (usize, &u64)| (*n > 0).then(|| (f16::from_bits(bits as u16).to_f32(), *n));
+            let magnitudes = g.magnitudes.iter().enumerate().filter_map(magnitude).collect();
+            known.push(Arc::new(Given {
+                tokens: g.tokens,
+                moments,
+                largest: g.largest,
+                hessian,
+                magnitudes,
+            }));
         }
         let given = layers.into_iter().map(|(name, group)| (name, Arc::clone(&known[group]))).collect();
         let cost = |s: &Slopes| {

@@ -43,7 +43,11 @@ impl Model {
 
     fn calibration(&self, method: Method) -> Arc<Calibration> {
         let inputs = self.observed.given.iter().map(|(name, given)| {
-            let inputs = Inputs { moments: given.moments.clone(), hessian: given.hessian.clone() };
+            let inputs = Inputs {
+                moments: given.moments.clone(),
+                hessian: given.hessian.clone(),
+                magnitudes: given.magnitudes.clone(),
+            };
             (name.clone(), Arc::new(inputs))
         });
         Arc::new(Calibration {

@@ -2,6 +2,7 @@
 
 #![cfg(test)]
 
+mod activations;
 mod arrows;
 mod calibrate;
 mod check;
@@ -15,4 +16,5 @@ mod package;
 mod quant;
 mod quantize;
 mod reference;
+mod smooth;
 mod tidy;

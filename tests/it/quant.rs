@@ -51,6 +51,7 @@ const SCHEMES: &[&str] = &[
     "1:4",
     "sparse50+lut3:g8:i8",
     "2:4+uint8:t",
+    "w8a8",
 ];
 
 /// A weight with its axes.
@@ -248,7 +249,7 @@ fn errors_are_bounded_by_the_step() {
                     let coarse = if p.int8 { largest / 127.0 } else { 0.0 };
                     (high - low) / (entries - zero).max(1.0) + coarse
                 }
-                Scheme::Sparse(..) => unreachable!(),
+                Scheme::Sparse(..) | Scheme::W8A8 => unreachable!(),
             };
             // Steps have eleven bits and are no smaller than fp16's smallest; so have decoded values.
             let half = step * (1.0 + 1.0 / 1024.0) / 2.0 + largest / 2048.0 + f64::from(f16::from_bits(1));
@@ -431,6 +432,8 @@ fn schemes_read_what_they_write() {
         ("sparse50+2:4", "is no scheme"),
         ("sparse50+lut4:v2", "no vectors"),
         ("lut4+int8", "is no scheme"),
+        ("w8a8:t", "is no scheme"),
+        ("sparse50+w8a8", "is no scheme"),
     ] {
         let error = text.parse::<Scheme>().unwrap_err();
         assert!(error.message().contains(says), "{text}: {error}");

@@ -8,13 +8,23 @@ use super::{Decoder, Linear};
 use crate::{
     bail,
     error::{Context, Result},
-    reference::watch::{Observed, Wanted, Watch},
+    reference::watch::{Divisors, Observed, Wanted, Watch},
 };
 
 impl Decoder {
     /// Runs rows of a text one after the other and gives what was learnt of every linear layer.
     pub fn observe(&mut self, rows: &[Vec<u32>], wanted: Wanted) -> Result<Observed> {
-        let watch = Watch::new(wanted);
+        self.observe_divided(rows, wanted, &Divisors::new())
+    }
+
+    /// The same, of inputs that are divided by something, channel by channel; what the model computes is not.
+    pub fn observe_divided(
+        &mut self,
+        rows: &[Vec<u32>],
+        wanted: Wanted,
+        divisors: &Divisors,
+    ) -> Result<Observed> {
+        let watch = Watch::new(wanted, divisors);
         self.watch(Some(&watch));
         let done = rows.iter().enumerate().try_for_each(|(i, row)| match wanted {
             Wanted::Sensitivity => self.lean(row, i as u64),

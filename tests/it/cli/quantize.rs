@@ -1,6 +1,6 @@
 //! `silane quantize`, and `convert --quantize`.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use expect_test::expect;
 use serde_json::json;
@@ -47,7 +47,7 @@ fn a_report_is_told() {
         [exit 0]
 
         $ silane validate q.mlpackage --reference rxn-albert-mlm
-        PASS logits: max error …; wanted at least 11.1 dB, as its weights are quantized
+        PASS logits: max error …; wanted at least 11.1 dB, as it is quantized
              KL divergence …
         [exit 0]
 
@@ -118,12 +118,12 @@ fn what_cannot_be_done_is_refused() {
 
         $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme int9
         stderr: error: `int9` is no scheme
-        stderr:   hint: fp16; int8, uint8, int4, uint4 with `:o`, `:s`, `:t`, `:bN`; lut1, 2, 3, 4, 6, 8 with `:gN`, `:gNi`, `:v2`, `:v4`, `:i8`, `:exact`; sparseP, N:M, alone or before `+`
+        stderr:   hint: fp16; int8, uint8, int4, uint4 with `:o`, `:s`, `:t`, `:bN`; lut1, 2, 3, 4, 6, 8 with `:gN`, `:gNi`, `:v2`, `:v4`, `:i8`, `:exact`; sparseP, N:M, alone or before `+`; w8a8
         [exit 2]
 
         $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme w8a8
-        stderr: error: `w8a8`: weights alone are quantized, activations stay fp16
-        stderr:   hint: `int8` compresses the weights
+        stderr: error: lut6_ios18.mlpackage: `w8a8` quantizes activations, and nothing is known of their ranges
+        stderr:   hint: `silane convert CHECKPOINT --quantize w8a8 --calibrate TEXT` learns them from a text; `int8` compresses the weights alone
         [exit 2]
 
         $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --scheme odd.toml
@@ -404,4 +404,110 @@ fn a_text_helps_to_quantize() {
     let more = ["--quantize", "int8", "--calibrate", "short.txt", "--calibrate-tokens", "1"];
     let (code, _, err) = convert("e.mlpackage", &more);
     assert!(code == 2 && err.contains("are no text to calibrate on"), "{err}");
+}
+
+/// Activations are quantized by what a text gave the layers, where the recipe says so, and validated as such.
+#[test]
+fn a_text_helps_to_quantize_activations() {
+    let bench = Bench::with_models(&["tiny/llama"]);
+    let words: Vec<String> = (0..400).map(|i| format!("word{} of {}", i % 17, (i * 7) % 23)).collect();
+    fs::write(bench.path("text.txt"), words.join(" ")).unwrap();
+    let recipe = "default = \"w8a8\"\n[[rule]]\nweight = \"*down_proj*\"\nscheme = \"lut6\"\n";
+    fs::write(bench.path("mixed.toml"), recipe).unwrap();
+    let convert = |out: &str, more: &[&str]| {
+        let size = ["--context-length", "64", "--prefill-chunk", "16", "--no-tokenizer", "--json"];
+        bench.run(&[&["convert", "llama", "-o", out][..], &size, more].concat())
+    };
+    let text = ["--calibrate", "text.txt", "--validate"];
+    let ran =
+        convert("w.mlpackage", &[&["--quantize", "w8a8", "--write-recipe", "r.toml"][..], &text].concat());
+    assert_eq!(ran.code, 0, "{}", ran.err);
+    let json = ran.json();
+    assert_eq!(json["validation"]["pass"], true);
+    assert!(fs::read_to_string(bench.path("r.toml")).unwrap().starts_with("default = \"w8a8\"\n"));
+    let tensors = json["quantization"]["tensors"].as_array().unwrap().clone();
+    let (with, without): (Vec<_>, Vec<_>) = tensors.iter().partition(|t| t["activations"].is_object());
+    assert!(with.len() > 10 && with.iter().all(|t| t["scheme"] == "w8a8" && t["activations"]["bits"] == 8));
+    assert!(with.iter().all(|t| t["activations"]["scale"].as_f64().unwrap() > 0.0));
+    assert_eq!(without.len(), 1);
+    assert_eq!(without[0]["activations"], "no: `gather` is no layer that takes them");
+    assert_eq!(json["ops_by_kind"]["quantize"], json["ops_by_kind"]["dequantize"]);
+
+    let again = convert("again.mlpackage", &[&["--quantize", "r.toml"][..], &text].concat()).json();
+    assert_eq!(json["quantization"], again["quantization"]);
+    let contents = |name: &str| files(&bench.path(name)).into_values().collect::<Vec<_>>();
+    assert!(contents("w.mlpackage") == contents("again.mlpackage"), "other bytes");
+
+    let mixed = convert("m.mlpackage", &[&["--quantize", "mixed.toml", "--gptq"][..], &text].concat());
+    assert_eq!(mixed.code, 0, "{}", mixed.err);
+    let fewer = mixed.json()["ops_by_kind"]["quantize"].as_u64().unwrap();
+    assert!(fewer > 0 && fewer < json["ops_by_kind"]["quantize"].as_u64().unwrap());
+
+    let args = ["convert", "llama", "-o", "t.mlpackage", "--context-length", "64", "--quantize", "w8a8"];
+    let told = bench.run(&[&args[..], &["--calibrate", "text.txt"]].concat());
+    assert!(told.err.contains("activations before 13 weights in 8 bits; SQNR "), "{}", told.err);
+    assert!(told.err.contains("not before `model_embed_tokens_x`: `gather` is no layer"), "{}", told.err);
+
+    let refused = convert("e.mlpackage", &["--quantize", "w8a8"]);
+    assert_eq!(refused.code, 2);
+    assert!(refused.err.contains("nothing is known of their ranges"), "{}", refused.err);
+    assert!(refused.err.contains("--calibrate TEXT"), "{}", refused.err);
+    assert!(!bench.path("e.mlpackage").exists());
+}
+
+/// Smoothing alone changes nothing that is seen, and goes with every scheme.
+#[test]
+fn smoothed_models_are_valid() {
+    let bench = Bench::with_models(&["tiny/llama"]);
+    let novel = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/text/moby-dick.txt");
+    let text: String = fs::read_to_string(novel).unwrap().chars().take(10_000).collect();
+    fs::write(bench.path("text.txt"), text).unwrap();
+    let convert = |out: &str, more: &[&str]| {
+        let size = ["--context-length", "32", "--prefill-chunk", "8", "--no-tokenizer", "--force", "--json"];
+        bench.run(&[&["convert", "llama", "-o", out][..], &size, more].concat())
+    };
+    let smooth = ["--calibrate", "text.txt", "--smooth", "0.5", "--validate"];
+    for more in [
+        &[][..],
+        &["--parts", "2"],
+        &["--quantize", "w8a8"],
+        &["--quantize", "lut6:g16", "--gptq"],
+        &["--quantize", "int8", "--importance"],
+        &["--budget", "8bpw"],
+    ] {
+        let ran = convert("s", &[&smooth[..], more].concat());
+        assert_eq!(ran.code, 0, "{more:?}: {}{}", ran.out, ran.err);
+        let json = ran.json();
+        assert_eq!(json["smoothing"]["alpha"], 0.5, "{more:?}");
+        assert_eq!(json["smoothing"]["smoothed"].as_array().unwrap().len(), 7, "{more:?}");
+        if more.contains(&"--gptq") {
+            let tensors = json["quantization"]["tensors"].as_array().unwrap();
+            assert!(tensors.iter().filter(|t| t["op"] == "conv").all(|t| t["calibrated"] == "gptq"));
+        }
+        for o in json["validation"]["outputs"].as_array().unwrap() {
+            assert!(more.len() > 1 && more[0] != "--parts" || o["psnr"].as_f64().unwrap() > 60.0, "{o}");
+        }
+        if more.first() == Some(&"--parts") {
+            fs::remove_dir_all(bench.path("s")).unwrap();
+        }
+    }
+    let contents = |name: &str| files(&bench.path(name)).into_values().collect::<Vec<_>>();
+    for out in ["a.mlpackage", "b.mlpackage"] {
+        assert_eq!(convert(out, &[&smooth[..], &["--quantize", "w8a8"]].concat()).code, 0);
+    }
+    assert!(contents("a.mlpackage") == contents("b.mlpackage"), "other bytes");
+    let told =
+        bench.run(&["convert", "llama", "-o", "t.mlpackage", "--calibrate", "text.txt", "--smooth", "0.3"]);
+    assert!(
+        told.err.contains("smoothed 7 norms before 7 weights, by 0.3; channels are divided by"),
+        "{}",
+        told.err
+    );
+    for (more, says) in [
+        (&["--smooth", "0.5"][..], "--calibrate"),
+        (&["--smooth", "2", "--calibrate", "text.txt"], "a number from 0 to 1 is expected"),
+    ] {
+        let ran = convert("e.mlpackage", more);
+        assert!(ran.code == 2 && ran.err.contains(says), "{more:?}: {}", ran.err);
+    }
 }

@@ -55,6 +55,16 @@ fn inputs_of_linear_layers_are_summed_up() {
             assert!((seen.moments[i] - hessian[i * width + i]).abs() < 1e-4 * (1.0 + seen.moments[i]));
         }
     }
+    // Magnitudes are counted as fp16 has them, each once.
+    let seen = &observed.given["model.layers.0.self_attn.q_proj.weight"].magnitudes;
+    let count: u64 = seen.iter().map(|(_, n)| n).sum();
+    assert_eq!(count as usize, first.iter().map(Vec::len).sum::<usize>());
+    assert!(seen.windows(2).all(|w| w[0].0 < w[1].0));
+    let largest = first.iter().flatten().fold(0f32, |m, v| m.max(v.abs()));
+    assert!((seen.last().unwrap().0 / largest - 1.0).abs() < 1e-3, "{largest}");
+    let squares: f64 = seen.iter().map(|(v, n)| f64::from(*v).powi(2) * *n as f64).sum();
+    let want: f64 = first.iter().flatten().map(|v| f64::from(*v).powi(2)).sum();
+    assert!((squares / want - 1.0).abs() < 1e-3, "{squares} {want}");
     // Every weight that is multiplied is known, and watching changes nothing.
     for (name, [_, width]) in decoder.weights().into_iter().filter(|(n, _)| n != "model.embed_tokens.weight")
     {

@@ -1,0 +1,446 @@
+//! Smoothing: what makes activations uneven moves into the weights that multiply them, channel by channel.
+//!
+//! A norm's scale is divided by s and the columns of all layers that it feeds are multiplied by it, with
+//! s = max|x|^α / max|W|^(1 − α) rounded to a power of two, so that in fp16 no number changes but its exponent
+//! (SmoothQuant, arXiv:2211.10438). A norm whose output anything else reads is left, with the reason.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use sha2::{Digest, Sha256};
+
+use super::calibration::tensors_of;
+use crate::{
+    bail,
+    error::{Context, Result},
+    mil::{Arg, Block, Const, Data, Function, Op, Program, TensorType, ValueId, Weight},
+};
+
+/// What was moved, and where nothing was.
+#[derive(Debug, Default)]
+pub struct Smoothing {
+    pub smoothed: Vec<Smoothed>,
+    /// Names of norms that stay as they are, and why.
+    pub left: BTreeMap<String, String>,
+    /// What the inputs of layers are divided by, by the checkpoint's names of their weights.
+    pub divisors: BTreeMap<String, Arc<Vec<f32>>>,
+}
+
+/// A norm whose scale was divided.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Smoothed {
+    pub norm: String,
+    /// Weights that were multiplied.
+    pub layers: usize,
+    /// The least and the largest of what it was divided by.
+    pub least: f32,
+    pub largest: f32,
+}
+
+/// A norm as one function has it, with its scale and what it feeds, by the ids of constants.
+struct Found {
+    program: usize,
+    function: String,
+    norm: String,
+    channels: usize,
+    scales: Vec<ValueId>,
+    layers: Vec<ValueId>,
+}
+
+/// The same norm in all functions.
+#[derive(Default)]
+struct Group {
+    found: Vec<Found>,
+    scales: BTreeMap<String, Weight>,
+    layers: BTreeMap<String, Weight>,
+}
+
+/// A constant: the program, the function and the value.
+type Place = (usize, String, ValueId);
+
+/// Exponents beyond which nothing is moved.
+const MOST: i32 = 14;
+
+/// Moves scales in programs that are parts of one model; `largest` has the largest magnitudes that a text gave
+/// the channels of layers, by the checkpoint's names of their weights.
+pub fn smooth(
+    programs: &mut [&mut Program],
+    largest: &BTreeMap<String, Arc<Vec<f32>>>,
+    alpha: f32,
+) -> Result<Smoothing> {
+    if !(0.0..=1.0).contains(&alpha) {
+        bail!("a share of {alpha} is to be moved"; hint: "a number from 0, nothing of activations, to 1, all of it, as in 0.5");
+    }
+    let mut done = Smoothing::default();
+    let mut groups = groups(programs, &mut done.left);
+    refuse_shared(programs, &mut groups, &mut done.left);
+    let mut divided: HashMap<Place, Arc<Vec<f32>>> = HashMap::new();
+    let mut multiplied: HashMap<Place, Arc<Vec<f32>>> = HashMap::new();
+    for group in groups.values() {
+        let Some(first) = group.found.first() else { continue };
+        let s = match factors_of(group, first.channels, largest, alpha).at(&first.norm)? {
+            Ok(s) => Arc::new(s),
+            Err(why) => {
+                done.left.insert(first.norm.clone(), why);
+                continue;
+            }
+        };
+        for key in group.layers.keys() {
+            for name in tensors_of(key).unwrap_or_default() {
+                done.divisors.insert(name.into(), s.clone());
+            }
+        }
+        for f in &group.found {
+            let place = |id: &ValueId| (f.program, f.function.clone(), *id);
+            divided.extend(f.scales.iter().map(|id| (place(id), s.clone())));
+            multiplied.extend(f.layers.iter().map(|id| (place(id), s.clone())));
+        }
+        done.smoothed.push(Smoothed {
+            norm: first.norm.clone(),
+            layers: group.layers.len(),
+            least: s.iter().copied().fold(f32::INFINITY, f32::min),
+            largest: s.iter().copied().fold(0.0, f32::max),
+        });
+    }
+    for (i, program) in programs.iter_mut().enumerate() {
+        for (name, function) in &mut program.functions {
+            function.body.walk_mut(&mut |op| {
+                let ("const", [id]) = (op.kind.as_str(), op.outputs.as_slice()) else { return };
+                let place = (i, name.clone(), *id);
+                if let Some(Const { data: Data::Weight(w), .. }) = op.attrs.get_mut("val") {
+                    if let Some(s) = divided.get(&place) {
+                        *w = moved(w, s, false);
+                    } else if let Some(s) = multiplied.get(&place) {
+                        *w = moved(w, s, true);
+                    }
+                }
+            });
+        }
+    }
+    Ok(done)
+}
+
+/// The weight with its channels multiplied, along its second axis, or divided, its first elements.
+fn moved(weight: &Weight, s: &Arc<Vec<f32>>, up: bool) -> Weight {
+    let digest = Sha256::digest(s.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+    let digest: String = digest.iter().take(8).map(|b| format!("{b:02x}")).collect();
+    let how = format!("smoothed {} {digest}", if up { "×" } else { "÷" });
+    let s = s.clone();
+    let inner: usize = if up { weight.shape.iter().skip(2).product() } else { 1 };
+    weight.map(&how, weight.dtype, weight.shape.clone(), move |mut values| {
+        if up {
+            for (i, v) in values.iter_mut().enumerate() {
+                *v *= s[i / inner.max(1) % s.len()];
+            }
+        } else {
+            values.iter_mut().zip(s.iter()).for_each(|(v, s)| *v /= s);
+        }
+        Ok(values)
+    })
+}
+
+/// Norms by the keys of their scales, and the reasons of those that cannot be smoothed.
+fn groups(programs: &[&mut Program], left: &mut BTreeMap<String, String>) -> BTreeMap<String, Group> {
+    let mut groups: BTreeMap<String, Group> = BTreeMap::new();
+    for (i, program) in programs.iter().enumerate() {
+        for (name, function) in &program.functions {
+            let view = View::new(function);
+            function.body.walk(&mut |op| {
+                if op.kind != "layer_norm" {
+                    return;
+                }
+                match view.follow(op) {
+                    Ok((channels, scales, layers)) => {
+                        let weight =
+                            |id: &ValueId| view.weights.get(id).map(|w| (w.key.clone(), (*w).clone()));
+                        let keys: Vec<String> =
+                            scales.iter().filter_map(|id| weight(id).map(|w| w.0)).collect();
+                        let group = groups.entry(keys.join(" & ")).or_default();
+                        group.scales.extend(scales.iter().filter_map(weight));
+                        group.layers.extend(layers.iter().filter_map(weight));
+                        let (function, norm) = (name.clone(), op.name().to_string());
+                        group.found.push(Found { program: i, function, norm, channels, scales, layers });
+                    }
+                    Err(why) => drop(left.insert(op.name().into(), why)),
+                }
+            });
+        }
+    }
+    groups
+}
+
+/// Leaves norms whose scale or layers are read in another place too, where they would be other weights.
+fn refuse_shared(
+    programs: &[&mut Program],
+    groups: &mut BTreeMap<String, Group>,
+    left: &mut BTreeMap<String, String>,
+) {
+    let mut readers: BTreeMap<&str, usize> = BTreeMap::new();
+    for function in programs.iter().flat_map(|p| p.functions.values()) {
+        function.body.walk(&mut |op| {
+            if let Some(Const { data: Data::Weight(w), .. }) = op.constant() {
+                *readers.entry(&w.key).or_default() += 1;
+            }
+        });
+    }
+    loop {
+        let mut known: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut owners: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for (signature, group) in groups.iter() {
+            for key in group.scales.keys().chain(group.layers.keys()) {
+                let places = group.found.iter().filter(|f| f.holds(programs, key)).count();
+                *known.entry(key).or_default() += places;
+                owners.entry(key).or_default().insert(signature);
+            }
+        }
+        let odd = |key: &String| {
+            known.get(key.as_str()) != readers.get(key.as_str())
+                || owners.get(key.as_str()).is_some_and(|o| o.len() > 1)
+        };
+        let bad = groups.iter().find_map(|(signature, group)| {
+            let key = group.scales.keys().chain(group.layers.keys()).find(|k| odd(k))?;
+            Some((signature.clone(), key.clone()))
+        });
+        let Some((signature, key)) = bad else { return };
+        if let Some(found) = groups.remove(&signature).and_then(|g| g.found.into_iter().next()) {
+            let name = tensors_of(&key).and_then(|n| n.first().map(|n| (*n).to_string())).unwrap_or(key);
+            left.entry(found.norm).or_insert_with(|| format!("`{name}` is read in another place too"));
+        }
+    }
+}
+
+impl Found {
+    /// Whether a constant of this key is among the norm's own.
+    fn holds(&self, programs: &[&mut Program], key: &str) -> bool {
+        let Some(function) = programs.get(self.program).and_then(|p| p.functions.get(&self.function)) else {
+            return false;
+        };
+        let mut found = false;
+        function.body.walk(&mut |op| {
+            let [id] = op.outputs[..] else { return };
+            if let Some(Const { data: Data::Weight(w), .. }) = op.constant() {
+                found |= w.key == key && (self.scales.contains(&id) || self.layers.contains(&id));
+            }
+        });
+        found
+    }
+}
+
+/// Powers of two for the channels, or why there are none.
+fn factors_of(
+    group: &Group,
+    channels: usize,
+    largest: &BTreeMap<String, Arc<Vec<f32>>>,
+    alpha: f32,
+) -> Result<Result<Vec<f32>, String>> {
+    let mut given = vec![0f32; channels];
+    let mut known = false;
+    for name in group.layers.keys().flat_map(|key| tensors_of(key).unwrap_or_default()) {
+        let Some(seen) = largest.get(name) else { continue };
+        if seen.len() != channels {
+            return Ok(Err(format!("`{name}` has {} inputs in the reference, here {channels}", seen.len())));
+        }
+        given.iter_mut().zip(seen.iter()).for_each(|(g, s)| *g = g.max(*s));
+        known = true;
+    }
+    if !known {
+        return Ok(Err("the text taught nothing about the inputs of its layers".into()));
+    }
+    let mut weights = vec![0f32; channels];
+    for weight in group.layers.values() {
+        let inner: usize = weight.shape.iter().skip(2).product();
+        for (i, v) in weight.floats()?.iter().enumerate() {
+            let w = &mut weights[i / inner.max(1) % channels];
+            *w = w.max(v.abs());
+        }
+    }
+    // Scales stay normal numbers, and weights below what overflows.
+    let (mut low, mut high) = (vec![-MOST; channels], vec![MOST; channels]);
+    for scale in group.scales.values() {
+        for (i, v) in scale.floats()?.iter().take(channels).enumerate() {
+            if v.is_finite() && *v != 0.0 {
+                let exponent = exponent(*v);
+                // What is subnormal already is left alone.
+                let (least, most) = if exponent < -14 { (0, 0) } else { (exponent - 15, exponent + 14) };
+                low[i] = low[i].max(least);
+                high[i] = high[i].min(most);
+            }
+        }
+    }
+    let one = |i: usize| {
+        let (x, w) = (given[i], weights[i]);
+        if !(x > 0.0 && w > 0.0 && x.is_finite() && w.is_finite()) {
+            return 1.0;
+        }
+        let alpha = f64::from(alpha);
+        #[expect(clippy::cast_possible_truncation, reason = "an exponent")]
+        let wanted = (alpha * f64::from(x).log2() - (1.0 - alpha) * f64::from(w).log2()).round() as i32;
+        let high = high[i].min(15 - exponent(w));
+        // Where no exponent does for all of them, nothing is moved.
+        if low[i] > high { 1.0 } else { 2f32.powi(wanted.clamp(low[i], high)) }
+    };
+    Ok(Ok((0..channels).map(one).collect()))
+}
+
+/// Of a finite number above zero in magnitude: the power of two that is no larger.
+fn exponent(v: f32) -> i32 {
+    let bits = v.abs().max(f32::MIN_POSITIVE).to_bits();
+    i32::try_from(bits >> 23).unwrap_or(0) - 127
+}
+
+/// What reads each value of a function, and the weights among its constants.
+struct View<'a> {
+    function: &'a Function,
+    readers: HashMap<ValueId, Vec<(&'a Op, &'a str)>>,
+    results: Vec<ValueId>,
+    weights: HashMap<ValueId, &'a Weight>,
+    constants: HashMap<ValueId, &'a Const>,
+}
+
+impl<'a> View<'a> {
+    fn new(function: &'a Function) -> View<'a> {
+        let mut view = View {
+            function,
+            readers: HashMap::new(),
+            results: Vec::new(),
+            weights: HashMap::new(),
+            constants: HashMap::new(),
+        };
+        view.block(&function.body);
+        view
+    }
+
+    fn block(&mut self, block: &'a Block) {
+        for op in &block.ops {
+            for (param, args) in &op.params {
+                for arg in args {
+                    if let Arg::Value(id) = arg {
+                        self.readers.entry(*id).or_default().push((op, param));
+                    }
+                }
+            }
+            if let (Some(constant), [id]) = (op.constant(), op.outputs.as_slice()) {
+                self.constants.insert(*id, constant);
+                if let Data::Weight(w) = &constant.data {
+                    self.weights.insert(*id, w);
+                }
+            }
+            op.blocks.iter().for_each(|inner| self.block(inner));
+        }
+        self.results.extend(&block.outputs);
+    }
+
+    fn tensor(&self, id: ValueId) -> Result<&'a TensorType, String> {
+        self.function.ty(id).as_tensor().ok_or_else(|| "it makes no tensor".into())
+    }
+
+    fn value(op: &Op, param: &str) -> Option<ValueId> {
+        match op.params.get(param).map(Vec::as_slice) {
+            Some([Arg::Value(id)]) => Some(*id),
+            _ => None,
+        }
+    }
+
+    fn ints(&self, op: &Op, param: &str) -> Option<Vec<i64>> {
+        let constant = match op.params.get(param).map(Vec::as_slice)? {
+            [Arg::Value(id)] => self.constants.get(id)?,
+            [Arg::Const(c)] => c,
+            _ => return None,
+        };
+        Some(constant.numbers().ok()?.into_ints())
+    }
+
+    /// A weight that only this op reads.
+    fn own(&self, id: ValueId) -> Option<&'a Weight> {
+        let alone = self.readers.get(&id).is_some_and(|r| r.len() == 1) && !self.results.contains(&id);
+        self.weights.get(&id).copied().filter(|_| alone)
+    }
+
+    /// From a norm over channels on to the layers that read it: channels, the constants that are divided, and the weights
+    /// that are multiplied.
+    fn follow(&self, norm: &'a Op) -> Result<(usize, Vec<ValueId>, Vec<ValueId>), String> {
+        if self.ints(norm, "axes").as_deref() != Some(&[1]) {
+            return Err("it is not over the channels".into());
+        }
+        let [mut at] = norm.outputs[..] else { return Err("it has no single result".into()) };
+        let mut scales = Vec::new();
+        let mut scaled = false;
+        for param in ["gamma", "beta"] {
+            if let Some(id) = Self::value(norm, param) {
+                self.own(id).ok_or(format!("its `{param}` is no weight of its own"))?;
+                scales.push(id);
+                scaled |= param == "gamma";
+            }
+        }
+        loop {
+            if self.results.contains(&at) {
+                return Err("it is a result of the function".into());
+            }
+            let channels = self.channels(at)?;
+            let readers = self.readers.get(&at).map_or(&[][..], Vec::as_slice);
+            if !readers.is_empty() && readers.iter().all(|(op, p)| op.kind == "conv" && *p == "x") {
+                let layers = self.layers(readers, channels)?;
+                if !scaled {
+                    return Err("it has no scale".into());
+                }
+                return Ok((channels, scales, layers));
+            }
+            let [(op, param)] = readers else {
+                let other = readers.iter().find(|(op, _)| op.kind != "conv");
+                let kind = other.map_or("nothing", |(op, _)| op.kind.as_str());
+                return Err(format!("{kind} reads it, which is no linear layer"));
+            };
+            let [next] = op.outputs[..] else { return Err(format!("{} reads it", op.kind)) };
+            match op.kind.as_str() {
+                "slice_by_size" if self.ints(op, "begin").is_some_and(|b| b.get(1) == Some(&0)) => {}
+                "mul" | "add" => {
+                    let other = if *param == "x" { "y" } else { "x" };
+                    let own = Self::value(op, other)
+                        .filter(|id| self.own(*id).is_some_and(|w| w.shape == [1, channels, 1, 1]));
+                    let Some(id) = own else {
+                        return Err(format!("{} reads it, which is no linear layer", op.kind));
+                    };
+                    if op.kind == "mul" {
+                        // What was added before is multiplied too.
+                        scales.clear();
+                        scaled = true;
+                    }
+                    scales.push(id);
+                }
+                kind => return Err(format!("{kind} reads it, which is no linear layer")),
+            }
+            at = next;
+        }
+    }
+
+    fn channels(&self, id: ValueId) -> Result<usize, String> {
+        let shape = self.tensor(id)?.shape().ok_or("its size is not fixed")?;
+        match shape[..] {
+            [_, channels, _, _] => Ok(channels),
+            _ => Err("it is not in the layout of convolutions".into()),
+        }
+    }
+
+    fn layers(&self, readers: &[(&Op, &str)], channels: usize) -> Result<Vec<ValueId>, String> {
+        let mut layers = Vec::new();
+        for (op, _) in readers {
+            let id = Self::value(op, "weight").filter(|id| self.weights.contains_key(id));
+            let Some(id) = id else { return Err(format!("`{}` has no constant weight", op.name())) };
+            let only = self.readers.get(&id).is_some_and(|all| {
+                all.iter().all(|(op, p)| *p == "weight" && readers.iter().any(|(r, _)| std::ptr::eq(*r, *op)))
+            });
+            if !only || self.results.contains(&id) {
+                return Err(format!("the weight of `{}` is read in another place too", op.name()));
+            }
+            if self.weights.get(&id).is_none_or(|w| w.shape.get(1) != Some(&channels)) {
+                return Err(format!("`{}` does not sum over all channels", op.name()));
+            }
+            if !layers.contains(&id) {
+                layers.push(id);
+            }
+        }
+        Ok(layers)
+    }
+}
