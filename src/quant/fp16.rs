@@ -10,7 +10,6 @@ pub(super) const SMALLEST: f32 = 5.960_464_5e-8;
 pub(super) const SMALLEST_NORMAL: f32 = 6.103_515_6e-5;
 
 /// The nearest fp16, ties to even.
-#[inline(always)]
 pub(super) fn round(x: f32) -> f32 {
     let a = x.abs();
     // Near 0.75 floats are multiples of the smallest fp16.
@@ -23,20 +22,17 @@ pub(super) fn round(x: f32) -> f32 {
 }
 
 /// The nearest fp16 where that is a normal number, and close to it where not.
-#[inline(always)]
 pub(super) fn round_normal(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits((bits.wrapping_add(0x0fff + ((bits >> 13) & 1))) & !0x1fff)
 }
 
 /// The nearest integer, ties to even, of a number below 2²² in magnitude.
-#[inline(always)]
 pub(super) fn integer(x: f32) -> f32 {
     (x + MAGIC) - MAGIC
 }
 
 /// The low byte of that integer.
-#[inline(always)]
 pub(super) fn byte(x: f32) -> u8 {
     (x + MAGIC).to_bits() as u8
 }
@@ -45,14 +41,12 @@ pub(super) fn byte(x: f32) -> u8 {
 const MAGIC: f32 = 12_582_912.0;
 
 /// Bounds a number; unlike `clamp` it says nothing of NaN, which spares instructions.
-#[inline(always)]
 pub(super) fn bound(x: f32, low: f32, high: f32) -> f32 {
     let x = if x > low { x } else { low };
     if x < high { x } else { high }
 }
 
 /// The fp16 numbers on both sides of a positive number, the smallest at least; equal where it is one.
-#[inline(always)]
 pub(super) fn around(x: f32) -> (f32, f32) {
     let near = round(x.clamp(SMALLEST, 65504.0));
     // fp16 numbers of a power of two are as far apart as their last digit tells.

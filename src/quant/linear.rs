@@ -24,28 +24,6 @@ pub(super) fn fit(
     weights: Option<&[f32]>,
     linear: Linear,
 ) -> (f32, i32) {
-    pulp::Arch::new().dispatch(Search { scratch, values, weights, linear })
-}
-
-/// A search, compiled for each kind of processor; that is why all that it calls is inlined.
-struct Search<'a> {
-    scratch: &'a mut Scratch,
-    values: &'a [f32],
-    weights: Option<&'a [f32]>,
-    linear: Linear,
-}
-
-impl pulp::NullaryFnOnce for Search<'_> {
-    type Output = (f32, i32);
-
-    #[inline(always)]
-    fn call(self) -> (f32, i32) {
-        search(self.scratch, self.values, self.weights, self.linear)
-    }
-}
-
-#[inline(always)]
-fn search(scratch: &mut Scratch, values: &[f32], weights: Option<&[f32]>, linear: Linear) -> (f32, i32) {
     let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
     let Scratch { counter, values: distinct, weights: relative } = scratch;
     if values.len() > MANY {
@@ -54,29 +32,15 @@ fn search(scratch: &mut Scratch, values: &[f32], weights: Option<&[f32]>, linear
         distinct.extend(&histogram.values);
         relative.clear();
         relative.extend(histogram.weights.iter().map(|w| *w as f32));
-        let whole = distinct.len().next_multiple_of(LANES);
-        distinct.resize(whole, 0.0);
-        relative.resize(whole, 0.0);
         return Group::new(distinct, Some(relative), linear).fit();
     }
-    // Whole registers; zeros are no error.
-    let whole = values.len().next_multiple_of(LANES);
     let weights = weights.map(|w| {
         // Sums of squares in fp32 have no room for weights of any size.
         let unit = w.iter().copied().fold(0f32, f32::max);
         relative.clear();
         relative.extend(w.iter().map(|w| w / unit));
-        relative.resize(whole, 0.0);
         &**relative
     });
-    let values = if whole == values.len() {
-        values
-    } else {
-        distinct.clear();
-        distinct.extend(values);
-        distinct.resize(whole, 0.0);
-        distinct
-    };
     Group::new(values, weights, linear).fit()
 }
 
@@ -100,7 +64,6 @@ struct Trial {
 }
 
 impl<'a> Group<'a> {
-    #[inline(always)]
     fn new(values: &'a [f32], weights: Option<&'a [f32]>, linear: Linear) -> Group<'a> {
         let (low, high) = match weights {
             None => extremes(values),
@@ -113,7 +76,6 @@ impl<'a> Group<'a> {
         Group { values, weights, low, high, linear }
     }
 
-    #[inline(always)]
     fn fit(&self) -> (f32, i32) {
         if self.low == 0.0 && self.high == 0.0 {
             return (1.0, self.linear.middle());
@@ -121,7 +83,6 @@ impl<'a> Group<'a> {
         if self.linear.offset { self.affine() } else { self.symmetric() }
     }
 
-    #[inline(always)]
     fn symmetric(&self) -> (f32, i32) {
         let zero = self.linear.middle();
         let (low, high) = self.linear.range();
@@ -150,7 +111,6 @@ impl<'a> Group<'a> {
         self.choose(best, plain)
     }
 
-    #[inline(always)]
     fn affine(&self) -> (f32, i32) {
         let (low, high) = (f64::from(self.low), f64::from(self.high));
         let (scale, zero) = self.span(low, high);
@@ -179,7 +139,6 @@ impl<'a> Group<'a> {
     }
 
     /// The scale and the zero point that spread the codes over a range that has zero in it.
-    #[inline(always)]
     fn span(&self, low: f64, high: f64) -> (f64, i32) {
         let (first, last) = self.linear.range();
         let scale = ((high - low) / f64::from(last - first)).max(f64::from(fp16::SMALLEST));
@@ -189,37 +148,34 @@ impl<'a> Group<'a> {
 
     /// The best of the fp16 numbers around the scale that fits the codes of a trial, once more with the codes
     /// of that scale, and of the one that others take.
-    #[inline(always)]
     fn choose(&self, best: Trial, plain: Trial) -> (f32, i32) {
         let zero = best.zero;
         let refit = if self.values.len() > 64 { self.trial(best.best, zero) } else { best };
         let best = if refit.least < best.least { refit } else { best };
         let (below, above) = fp16::around(best.best as f32);
+        // Products of few bits are all but exact.
+        let exact = self.linear.bits < 8;
+        let error = |scale, zero| {
+            if exact { self.trial(f64::from(scale), zero).error } else { self.error(scale, zero) }
+        };
         let mut chosen = (plain.scale as f32, plain.zero);
-        let mut least = if self.linear.bits < 8 { plain.error } else { self.judged(chosen.0, chosen.1) };
-        for scale in [below, above] {
-            if (scale, zero) != chosen {
-                let error = self.judged(scale, zero);
+        let mut least = if exact { plain.error } else { error(chosen.0, chosen.1) };
+        for candidate in [(below, zero), (above, zero)] {
+            if candidate != chosen {
+                let error = error(candidate.0, candidate.1);
                 if error < least {
-                    (chosen, least) = ((scale, zero), error);
+                    (chosen, least) = (candidate, error);
                 }
             }
         }
         chosen
     }
 
-    /// The squared error of a scale of fp16; products of few bits are all but exact.
-    #[inline(always)]
-    fn judged(&self, scale: f32, zero: i32) -> f64 {
-        if self.linear.bits < 8 { self.trial(f64::from(scale), zero).error } else { self.error(scale, zero) }
-    }
-
-    #[inline(always)]
     fn trial(&self, scale: f64, zero: i32) -> Trial {
         let scale = scale.max(f64::from(fp16::SMALLEST));
         let step = Step::new(self.linear, scale as f32, zero);
         let [mut error, mut lean, mut power] = [0f64; 3];
-        for (values, weights) in self.blocks() {
+        self.blocks(|values, weights| {
             let mut sums = [[0f32; LANES]; 3];
             match weights {
                 None => step.trial(values, &mut sums),
@@ -227,7 +183,7 @@ impl<'a> Group<'a> {
             }
             let [e, l, p] = sums_of(&sums);
             (error, lean, power) = (error + e, lean + l, power + p);
-        }
+        });
         let ratio = if power > 0.0 { lean / power } else { 0.0 };
         let square = scale * scale;
         let least = square * (error - ratio * lean).max(0.0);
@@ -235,58 +191,44 @@ impl<'a> Group<'a> {
     }
 
     /// The squared error of decoded values.
-    #[inline(always)]
     fn error(&self, scale: f32, zero: i32) -> f64 {
         let step = Step::new(self.linear, scale, zero);
         let mut total = 0.0;
-        for (values, weights) in self.blocks() {
+        self.blocks(|values, weights| {
             let mut error = [0f32; LANES];
             match weights {
                 None => step.error(values, &mut error),
                 Some(weights) => step.heavy_error(values, weights, &mut error),
             }
             total += sums_of(&[error])[0];
-        }
+        });
         total
     }
 
-    /// Stretches that fp32 adds up well; the order depends on the number of elements only.
-    #[inline(always)]
-    fn blocks(&self) -> Blocks<'a> {
-        Blocks(self.values.as_chunks().0, self.weights.map(|w| w.as_chunks().0))
-    }
-}
-
-struct Blocks<'a>(&'a [Lanes], Option<&'a [Lanes]>);
-
-impl<'a> Iterator for Blocks<'a> {
-    type Item = (&'a [Lanes], Option<&'a [Lanes]>);
-
-    #[inline(always)]
-    fn next(&mut self) -> Option<Self::Item> {
+    /// Stretches that fp32 adds up well, in whole registers, the last filled up with zeros, which are no error;
+    /// the order depends on the number of elements only.
+    fn blocks(&self, mut each: impl FnMut(&[Lanes], Option<&[Lanes]>)) {
         const BLOCK: usize = 1 << 8;
-        let Blocks(values, weights) = self;
-        if values.is_empty() {
-            return None;
+        let (whole, rest) = self.values.as_chunks::<LANES>();
+        let weights = self.weights.map(|w| w.as_chunks::<LANES>());
+        for (i, values) in whole.chunks(BLOCK).enumerate() {
+            each(values, weights.map(|w| &w.0[i * BLOCK..i * BLOCK + values.len()]));
         }
-        let (now, later) = values.split_at(BLOCK.min(values.len()));
-        let weight = match weights {
-            None => None,
-            Some(all) => {
-                let (weight, rest) = all.split_at(now.len());
-                *all = rest;
-                Some(weight)
-            }
-        };
-        *values = later;
-        Some((now, weight))
+        if !rest.is_empty() {
+            let fill = |rest: &[f32]| {
+                let mut full = [0f32; LANES];
+                full[..rest.len()].copy_from_slice(rest);
+                [full]
+            };
+            each(&fill(rest), weights.map(|w| fill(w.1)).as_ref().map(|w| w.as_slice()));
+        }
     }
 }
 
 const LANES: usize = 8;
 type Lanes = [f32; LANES];
 
-#[inline(always)]
+#[inline(never)]
 fn sums_of<const N: usize>(lanes: &[Lanes; N]) -> [f64; N] {
     let mut sums = [0f64; N];
     for n in 0..N {
@@ -299,7 +241,8 @@ fn sums_of<const N: usize>(lanes: &[Lanes; N]) -> [f64; N] {
     sums
 }
 
-/// What rounding with a scale needs. Its passes are of one operation a loop, which keeps them in whole registers.
+/// What rounding with a scale needs. Its passes are functions of their own, of one operation a loop: together
+/// with what is around them they would not be kept in whole registers.
 struct Step {
     scale: f32,
     inverse: f32,
@@ -308,7 +251,6 @@ struct Step {
 }
 
 impl Step {
-    #[inline(always)]
     fn new(linear: Linear, scale: f32, zero: i32) -> Step {
         let (low, high) = reach(linear, scale, zero);
         Step { scale, inverse: scale.recip(), low, high }
@@ -331,7 +273,7 @@ impl Step {
     }
 
     /// Squared differences, differences times codes, squared codes.
-    #[inline(always)]
+    #[inline(never)]
     fn trial(&self, values: &[Lanes], sums: &mut [Lanes; 3]) {
         let [mut e, mut l, mut p] = [[0f32; LANES]; 3];
         for x in values {
@@ -349,7 +291,7 @@ impl Step {
         *sums = [e, l, p];
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn heavy_trial(&self, values: &[Lanes], weights: &[Lanes], sums: &mut [Lanes; 3]) {
         let [mut e, mut l, mut p] = [[0f32; LANES]; 3];
         for (x, w) in values.iter().zip(weights) {
@@ -380,7 +322,7 @@ impl Step {
         code
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn error(&self, values: &[Lanes], error: &mut Lanes) {
         let mut e = [0f32; LANES];
         for x in values {
@@ -392,7 +334,7 @@ impl Step {
         *error = e;
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn heavy_error(&self, values: &[Lanes], weights: &[Lanes], error: &mut Lanes) {
         let mut e = [0f32; LANES];
         for (x, w) in values.iter().zip(weights) {
@@ -406,13 +348,11 @@ impl Step {
 }
 
 /// A scale as fp16, above zero.
-#[inline(always)]
 fn positive(scale: f64) -> f32 {
     fp16::round(scale as f32).max(fp16::SMALLEST)
 }
 
 /// How far codes reach below and above a zero point, with nothing that would overflow fp16.
-#[inline(always)]
 pub(super) fn reach(linear: Linear, scale: f32, zero: i32) -> (f32, f32) {
     let (low, high) = linear.range();
     let (low, high) = ((low - zero) as f32, (high - zero) as f32);
@@ -424,7 +364,6 @@ pub(super) fn reach(linear: Linear, scale: f32, zero: i32) -> (f32, f32) {
 }
 
 /// The least and the largest of some values and zero.
-#[inline(always)]
 fn extremes(values: &[f32]) -> (f32, f32) {
     let (mut low, mut high) = ([0f32; LANES], [0f32; LANES]);
     let (whole, rest) = values.as_chunks::<LANES>();
