@@ -215,7 +215,7 @@ fn speed(checkpoint: &Checkpoint, ids: &[i64]) {
                 let measure = Measure::of(&program.functions[function]);
                 flops += measure.flops;
                 attention_flops += measure.attention_flops;
-                // The second of as many, so that the first ones, which are exact in each form, do not count for all.
+                // One in the middle of as many, so that chunks that are exact in each form count by their number.
                 if i % every != every / 2 {
                     continue;
                 }

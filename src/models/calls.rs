@@ -177,7 +177,8 @@ impl Call {
     }
 
     /// The function in all sizes of tiles that were left open and whose scores fit on chip: those with the
-    /// fewest heads first, then those with the shortest tiles from the usual one on, then shorter ones. The first is taken that has few enough ops.
+    /// fewest heads first, then those with the shortest tiles from the usual one on, then shorter ones. The first
+    /// is taken that has few enough ops.
     pub(super) fn candidates(&self, heads: Heads) -> Vec<Call> {
         let (Form::Tiled(first) | Form::Sparse(_, first)) = self.form else { return vec![self.clone()] };
         let mut groups: Vec<usize> = (1..=heads.kv).map(|count| heads.kv.div_ceil(count)).collect();
