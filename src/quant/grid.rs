@@ -48,9 +48,11 @@ impl Grid {
         let (grouping, kind) = match *scheme {
             Scheme::Linear(l) => {
                 let grouping = Grouping::linear(layout, l.granularity)?;
-                let found = grouping.map(values, importance, linear::Scratch::default, |scratch, _, x, w| {
-                    linear::fit(scratch, x, w, l)
-                });
+                let size = grouping.size();
+                let found =
+                    grouping.map_together(values, importance, linear::Scratch::default, |s, _, x, w, out| {
+                        linear::fit(s, x, w, size, l, out);
+                    });
                 let (scale, zero) = found.into_iter().unzip();
                 (grouping, Kind::Linear { linear: l, scale, zero })
             }

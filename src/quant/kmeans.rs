@@ -91,15 +91,17 @@ impl Solver {
     fn fast(&mut self, h: &Histogram, entries: usize) -> Vec<usize> {
         const FINER: usize = 4;
         let n = h.values.len();
-        // Many entries start less well.
-        let reach = if entries > FEW { 16 } else { 8 };
+        // Few entries have solutions that are far apart and all but as good.
+        let reach = if entries > FEW { 32 } else { (n / 256).clamp(8, 32) };
         let (mut cuts, mut edges) = self.start(h, entries);
+        // At its own edges a start of few entries is the best.
+        let mut begun = entries > FEW;
         if entries > FEW {
             (0..16).any(|_| !self.lloyd(h, &mut cuts));
         }
         loop {
             let bins = edges.len() - 1;
-            if bins == n || bins >= FINER * entries {
+            if begun && (bins == n || bins >= FINER * entries) {
                 let few = bins < n;
                 if few {
                     self.few.pick(&self.sums, &edges);
@@ -118,16 +120,19 @@ impl Solver {
                         c => (cut.saturating_sub(reach).max(c), (cut + reach).min(bins - (entries - c))),
                     }));
                     let better = self.within_bands(few);
-                    if better == at {
+                    let moved = better.iter().zip(&at).map(|(a, b)| a.abs_diff(*b)).max().unwrap_or(0);
+                    at = better;
+                    // Bands need no moving where all cuts are well within them.
+                    if moved <= reach / 2 {
                         break;
                     }
-                    at = better;
                 }
                 cuts = at.into_iter().map(|at| edges[at]).collect();
             }
             if bins == n {
                 return cuts;
             }
+            begun = true;
             if FINER * bins >= n {
                 edges = (0..=n).collect();
                 continue;
@@ -163,7 +168,7 @@ impl Solver {
     /// Cuts of the best solution of few entries over few bins, each segment of which is given its share of
     /// the others; and the ends of the bins.
     fn start(&mut self, h: &Histogram, entries: usize) -> (Vec<usize>, Vec<usize>) {
-        const BINS: usize = 6;
+        const BINS: usize = 8;
         const TAIL: usize = 16;
         let n = h.values.len();
         let few = entries.min(FEW);

@@ -248,38 +248,59 @@ impl Grouping {
         scratch: impl Fn() -> S + Sync + Send,
         make: impl Fn(&mut S, usize, &[f32], Option<&[f32]>) -> T + Sync + Send,
     ) -> Vec<T> {
+        let size = self.size();
+        self.map_together(values, importance, scratch, |scratch, first, values, weights, out: &mut [T]| {
+            for (i, out) in out.iter_mut().enumerate() {
+                let part = i * size..(i + 1) * size;
+                *out = make(scratch, first + i, &values[part.clone()], weights.map(|w| &w[part]));
+            }
+        })
+    }
+
+    /// The same of some groups at a time, of which the first is told, and whose elements follow one another.
+    pub(super) fn map_together<T: Send + Default + Clone, S>(
+        &self,
+        values: &[f32],
+        importance: Importance<'_>,
+        scratch: impl Fn() -> S + Sync + Send,
+        make: impl Fn(&mut S, usize, &[f32], Option<&[f32]>, &mut [T]) + Sync + Send,
+    ) -> Vec<T> {
         /// Elements that are copied together where groups lie side by side, to use whole cache lines.
         const PANEL: usize = 16;
+        /// Elements of groups that are handed out together.
+        const TOGETHER: usize = 1 << 13;
         let across = self.across();
         let panel = if across > 1 { PANEL.div_ceil(self.run).min(across) } else { 1 };
         let mut out = vec![T::default(); self.count()];
         let start = || (scratch(), Gathered::default(), Gathered::default());
-        let one = |state: &mut (S, Gathered, Gathered), step: usize, first: usize, out: &mut [T]| {
+        let some = |state: &mut (S, Gathered, Gathered), first: usize, out: &mut [T]| {
             let (scratch, elements, weights) = state;
-            let elements = elements.values(self, values, step, first, out.len());
-            let weights = weights.importance(self, importance, step, first, out.len());
-            for (i, out) in out.iter_mut().enumerate() {
-                let part = i * self.size()..(i + 1) * self.size();
-                let group = step * across + first + i;
-                *out = make(scratch, group, &elements[part.clone()], weights.map(|w| &w[part]));
-            }
+            let elements = elements.values(self, values, first, out.len());
+            let weights = weights.importance(self, importance, first, out.len());
+            make(scratch, first, elements, weights, out);
         };
-        if panel == 1 {
-            let together = (1usize << 13).div_ceil(self.size());
+        if self.follow() || panel == 1 {
+            let together = TOGETHER.div_ceil(self.size());
+            let once = if self.follow() { together } else { 1 };
             out.par_chunks_mut(together).enumerate().for_each_init(start, |state, (i, out)| {
-                for (j, out) in out.iter_mut().enumerate() {
-                    let group = i * together + j;
-                    one(state, group / across, group % across, std::slice::from_mut(out));
+                for (j, out) in out.chunks_mut(once).enumerate() {
+                    some(state, i * together + j * once, out);
                 }
             });
         } else {
             for (step, out) in out.chunks_mut(across).enumerate() {
                 out.par_chunks_mut(panel)
                     .enumerate()
-                    .for_each_init(start, |state, (i, out)| one(state, step, i * panel, out));
+                    .for_each_init(start, |state, (i, out)| some(state, step * across + i * panel, out));
             }
         }
         out
+    }
+
+    /// Whether the elements of a group follow one another, and those of the next group follow them.
+    fn follow(&self) -> bool {
+        let whole_rows = self.across() == 1 && self.rows == self.steps * self.mid;
+        whole_rows || self.step * self.mid == 1 && self.rows == self.steps
     }
 }
 
@@ -288,23 +309,12 @@ impl Grouping {
 struct Gathered(Vec<f32>);
 
 impl Gathered {
-    fn values<'a>(
-        &'a mut self,
-        g: &Grouping,
-        values: &'a [f32],
-        step: usize,
-        first: usize,
-        groups: usize,
-    ) -> &'a [f32] {
-        if g.across() == 1 && g.rows == g.steps * g.mid {
+    fn values<'a>(&'a mut self, g: &Grouping, values: &'a [f32], first: usize, groups: usize) -> &'a [f32] {
+        if g.follow() {
             let size = g.size();
-            return &values[step * size..(step + 1) * size];
+            return &values[first * size..(first + groups) * size];
         }
-        if g.step * g.mid == 1 && g.rows == g.steps && groups == 1 {
-            let start = step * g.width + first * g.run;
-            return &values[start..start + g.run];
-        }
-        self.fill(g, step, first, groups, |row, columns, to| {
+        self.fill(g, first, groups, |row, columns, to| {
             let start = row * g.width;
             to.copy_from_slice(&values[start + columns.start..start + columns.end]);
         });
@@ -315,14 +325,13 @@ impl Gathered {
         &'a mut self,
         g: &Grouping,
         importance: Importance<'a>,
-        step: usize,
         first: usize,
         groups: usize,
     ) -> Option<&'a [f32]> {
         match importance {
             Importance::Equal => return None,
-            Importance::Each(each) => return Some(self.values(g, each, step, first, groups)),
-            Importance::Inputs(inputs) => self.fill(g, step, first, groups, |row, columns, to| {
+            Importance::Each(each) => return Some(self.values(g, each, first, groups)),
+            Importance::Inputs(inputs) => self.fill(g, first, groups, |row, columns, to| {
                 if g.input_first {
                     to.fill(inputs[row / g.mid % g.steps]);
                 } else {
@@ -336,19 +345,25 @@ impl Gathered {
     fn fill(
         &mut self,
         g: &Grouping,
-        step: usize,
         first: usize,
         groups: usize,
         mut copy: impl FnMut(usize, Range<usize>, &mut [f32]),
     ) {
-        let size = g.size();
+        let (size, across) = (g.size(), g.across());
         self.0.resize(size * groups, 0.0);
-        for (i, row) in g.rows_of(step).flatten().enumerate() {
-            for group in 0..groups {
-                let column = (first + group) * g.run;
-                let at = group * size + i * g.run;
-                copy(row, column..column + g.run, &mut self.0[at..at + g.run]);
+        let mut done = 0;
+        while done < groups {
+            // Those of one step lie side by side.
+            let (step, skipped) = ((first + done) / across, (first + done) % across);
+            let beside = (across - skipped).min(groups - done);
+            for (i, row) in g.rows_of(step).flatten().enumerate() {
+                for group in 0..beside {
+                    let column = (skipped + group) * g.run;
+                    let at = (done + group) * size + i * g.run;
+                    copy(row, column..column + g.run, &mut self.0[at..at + g.run]);
+                }
             }
+            done += beside;
         }
     }
 }
