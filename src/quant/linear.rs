@@ -148,10 +148,9 @@ impl<E: Elements<G>, const G: usize> Search<E, G> {
 
     fn fit(&self) -> [(f32, i32); G] {
         let mut found = if self.linear.offset { self.affine() } else { self.symmetric() };
-        let empty = self.empty();
-        for n in 0..G {
-            if empty[n] {
-                found[n] = (1.0, self.linear.middle());
+        for (found, empty) in found.iter_mut().zip(self.empty()) {
+            if empty {
+                *found = (1.0, self.linear.middle());
             }
         }
         found
@@ -415,10 +414,7 @@ impl<const N: usize> Steps<N> {
     fn off(&self, x: &[f32; N]) -> [f32; N] {
         let (_, mut code) = self.round(x);
         for n in 0..N {
-            code[n] = fp16::round_normal(code[n] * self.scale[n]);
-        }
-        for n in 0..N {
-            code[n] -= x[n];
+            code[n] = fp16::round_normal(code[n] * self.scale[n]) - x[n];
         }
         code
     }
