@@ -158,8 +158,8 @@ impl<E: Elements<G>, const G: usize> Search<E, G> {
 
     fn empty(&self) -> [bool; G] {
         let mut empty = [false; G];
-        for n in 0..G {
-            empty[n] = self.low[n] == 0.0 && self.high[n] == 0.0;
+        for (empty, ends) in empty.iter_mut().zip(self.low.iter().zip(&self.high)) {
+            *empty = ends == (&0.0, &0.0);
         }
         empty
     }
