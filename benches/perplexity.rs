@@ -16,7 +16,9 @@ use silane::{
     graph::{Builder, In},
     mil::{DType, Program, Type, Weight, constant::encode_floats},
     ops::Opset,
-    quant::{self, Budget, Calibration, Choices, Inputs, Method, Options, Policy, Report, candidates},
+    quant::{
+        self, Budget, Calibration, Choices, Inputs, Method, Options, Policy, Report, Scheme, candidates,
+    },
     reference::{Decoder, Wanted},
 };
 
@@ -48,9 +50,6 @@ fn main() {
 
     let start = Instant::now();
     let given = decoder.observe(&taught, Wanted::Hessians).unwrap().given;
-    let short: Vec<Vec<u32>> =
-        taught.iter().flat_map(|r| r.chunks(256).map(<[u32]>::to_vec)).take(4).collect();
-    let lean = decoder.observe(&short, Wanted::Sensitivity).unwrap();
     let inputs = given.iter().map(|(name, given)| {
         let inputs = Inputs {
             moments: given.moments.clone(),
@@ -59,15 +58,14 @@ fn main() {
         };
         (name.clone(), Arc::new(inputs))
     });
-    let importance = Calibration {
-        method: Method::Importance,
-        inputs: inputs.collect(),
-        sensitivity: lean.sensitivity,
-        lookup: lean.lookup,
-    };
-    let gptq = Arc::new(Calibration { method: Method::Feedback, ..importance.clone() });
-    let importance = Arc::new(importance);
+    let mut gptq = Calibration { method: Method::Feedback, inputs: inputs.collect(), costs: BTreeMap::new() };
     println!("(calibration: {:.0} s)", start.elapsed().as_secs_f64());
+    let start = Instant::now();
+    let short = &taught[0][..taught[0].len().min(256)];
+    gptq.learn_costs(&"lut4:g16".parse().unwrap(), |tried| decoder.costs(short, tried)).unwrap();
+    println!("(costs: {:.0} s)", start.elapsed().as_secs_f64());
+    let importance = Arc::new(Calibration { method: Method::Importance, ..gptq.clone() });
+    let gptq = Arc::new(gptq);
 
     let options = Options { allow_slow: true, trusted: true, ..Options::default() };
     let schemes = candidates(Opset::Ios18).unwrap();
@@ -83,25 +81,27 @@ fn main() {
         let perplexity = bench.perplexity(&decoder, &asked);
         show(name, bits, perplexity, foreseen, start.elapsed().as_secs_f64());
     };
-    let uniform = |scheme: &str| Policy::uniform(scheme.parse().unwrap());
-    let foreseen = |scheme: &str| Some(choices.uniform(&scheme.parse().unwrap()).1);
+    let scheme = |text: &str| text.parse::<Scheme>().unwrap();
+    let uniform = |text: &str| Policy::uniform(scheme(text));
+    let foreseen = |text: &str| Some(choices.uniform(&scheme(text)).1);
+    one("fp16", &uniform("fp16"), None, None);
     one("lut4:g16 plain", &uniform("lut4:g16"), None, None);
-    one("lut4:g16 importance", &uniform("lut4:g16"), Some(&importance), foreseen("lut4:g16"));
-    one("lut4:g16 gptq", &uniform("lut4:g16"), Some(&gptq), None);
-    for budget in [4.0, 4.5, 5.0, 6.0] {
+    one("lut4:g16 importance", &uniform("lut4:g16"), Some(&importance), None);
+    one("int4 plain", &uniform("int4"), None, None);
+    one("int4 gptq", &uniform("int4"), Some(&gptq), None);
+    for text in ["lut4:g16", "lut6:g16", "int8"] {
+        one(&format!("{text} gptq"), &uniform(text), Some(&gptq), foreseen(text));
+        let (bytes, _) = choices.uniform(&scheme(text));
+        let chosen = choices.within(Budget::Bytes(bytes)).unwrap();
+        one(&format!("no larger than {text} gptq"), &chosen.policy, Some(&gptq), Some(chosen.loss));
+    }
+    for budget in [4.0, 4.5, 5.0, 5.5, 6.0] {
         let chosen = choices.within(Budget::BitsPerWeight(budget)).unwrap();
         one(&format!("budget {budget} gptq"), &chosen.policy, Some(&gptq), Some(chosen.loss));
     }
     one("lut6:g16 plain", &uniform("lut6:g16"), None, None);
-    one("lut6:g16 gptq", &uniform("lut6:g16"), Some(&gptq), foreseen("lut6:g16"));
-    one("int8 plain", &uniform("int8"), None, foreseen("int8"));
-    one("int4 plain", &uniform("int4"), None, None);
-    one("int4 gptq", &uniform("int4"), Some(&gptq), None);
+    one("int8 plain", &uniform("int8"), None, None);
     one("lut3:g16 gptq", &uniform("lut3:g16"), Some(&gptq), foreseen("lut3:g16"));
-    let (bytes, _) = choices.uniform(&"lut3:g16".parse().unwrap());
-    let roomier = choices.within(Budget::Bytes(bytes + bytes / 10)).unwrap();
-    one("budget lut3:g16 + 10 %", &roomier.policy, Some(&gptq), Some(roomier.loss));
-    one("fp16", &uniform("fp16"), None, None);
 }
 
 fn show(name: &str, bits: f64, perplexity: f64, foreseen: Option<f64>, seconds: f64) {

@@ -20,8 +20,8 @@ use crate::{
 
 /// Tokens of a row of calibration text.
 const ROW: usize = 512;
-/// Tokens by which it is measured how much depends on each layer, in rows of as many.
-const SENSITIVITY: (usize, usize) = (1024, 256);
+/// Tokens on which it is measured what rounding each weight costs.
+const MEASURED: usize = 256;
 
 #[derive(clap::Args)]
 pub(super) struct Calibrating {
@@ -81,27 +81,24 @@ impl Calibrating {
     }
 
     /// Runs the text through the reference; inputs that smoothing divides are looked at divided.
-    pub(super) fn learn(&self, lessons: &mut Lessons, divisors: &Divisors) -> Result<Arc<Calibration>> {
+    pub(super) fn learn(
+        &self,
+        lessons: &mut Lessons,
+        divisors: &Divisors,
+        opset: Opset,
+    ) -> Result<Arc<Calibration>> {
         let Lessons { decoder, rows } = lessons;
         let method = if self.gptq { Method::Feedback } else { Method::Importance };
         // Outputs are compared where schemes are chosen, which takes all products of inputs.
         let whole = self.gptq || self.budget().is_some();
         let wanted = if whole { Wanted::Hessians } else { Wanted::Moments };
         let observed = decoder.observe_divided(rows, wanted, divisors)?;
-        let mut calibration = Calibration {
-            method,
-            inputs: shared(observed.given),
-            sensitivity: BTreeMap::new(),
-            lookup: BTreeMap::new(),
-        };
+        let mut calibration = Calibration { method, inputs: shared(observed.given), costs: BTreeMap::new() };
         if self.budget().is_some() {
-            let short: Vec<Vec<u32>> = rows
-                .iter()
-                .flat_map(|row| row.chunks(SENSITIVITY.1).map(<[u32]>::to_vec))
-                .take(SENSITIVITY.0.div_ceil(SENSITIVITY.1))
-                .collect();
-            let observed = decoder.observe(&short, Wanted::Sensitivity)?;
-            (calibration.sensitivity, calibration.lookup) = (observed.sensitivity, observed.lookup);
+            ui::talk("  measuring what each weight's rounding costs");
+            let row = &rows[0][..rows[0].len().min(MEASURED)];
+            let probe = quant::probe(opset)?;
+            calibration.learn_costs(&probe, |tried| decoder.costs(row, tried))?;
         }
         Ok(Arc::new(calibration))
     }

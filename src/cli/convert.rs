@@ -277,7 +277,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     };
     let divisors = smoothing.as_ref().map(|(_, s)| s.divisors.clone()).unwrap_or_default();
     let calibration = match &mut lessons {
-        Some(lessons) if quantized => Some(args.calibrating.learn(lessons, &divisors)?),
+        Some(lessons) if quantized => Some(args.calibrating.learn(lessons, &divisors, plan.opset)?),
         _ => None,
     };
     drop(lessons);

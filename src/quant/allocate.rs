@@ -92,6 +92,11 @@ pub fn candidates(opset: Opset) -> Result<Vec<Scheme>> {
     all.iter().map(|text| text.parse()).collect()
 }
 
+/// The scheme by which it is measured how much depends on each weight.
+pub fn probe(opset: Opset) -> Result<Scheme> {
+    if opset >= Opset::Ios18 { "lut4:g16" } else { "lut4" }.parse()
+}
+
 impl Choices {
     /// Tries every candidate on every weight.
     pub fn measure(

@@ -11,11 +11,11 @@ use std::{
 
 use super::{
     encoded::{self, Encoded},
-    feedback,
+    feedback, forms,
     layout::Layout,
     scheme::Scheme,
 };
-use crate::{bail, error::Result, mil::Weight};
+use crate::{bail, error::Result};
 
 /// What the layers that share it were given.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -48,10 +48,8 @@ impl Method {
 pub struct Calibration {
     pub method: Method,
     pub inputs: BTreeMap<String, Arc<Inputs>>,
-    /// Nats a token that a relative error of a layer's outputs costs.
-    pub sensitivity: BTreeMap<String, f64>,
-    /// The same for tables that are looked up.
-    pub lookup: BTreeMap<String, f64>,
+    /// Nats a token by which predictions diverge, for a relative error of what a weight makes.
+    pub costs: BTreeMap<String, f64>,
 }
 
 /// What is known of one weight.
@@ -116,16 +114,58 @@ impl Calibration {
     }
 
     /// What a relative error of all that a weight makes costs, in nats a token.
-    pub(super) fn cost(&self, key: &str, looked_up: bool) -> Option<f64> {
-        let names = tensors_of(key)?;
-        let sum = |from: &BTreeMap<String, f64>| -> Option<f64> {
-            let found: Vec<f64> = names.iter().filter_map(|n| from.get(*n).copied()).collect();
-            (!found.is_empty()).then(|| found.into_iter().sum())
+    pub(super) fn cost(&self, key: &str) -> Option<f64> {
+        let found: Vec<f64> = tensors_of(key)?.iter().filter_map(|n| self.costs.get(*n).copied()).collect();
+        (!found.is_empty()).then(|| found.into_iter().sum())
+    }
+}
+
+/// Gives what shall be tried in the place of a weight of the reference: of its name, values `[out, in]`, and whether
+/// its rows are looked up.
+pub type Trial<'a> = dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a;
+
+impl Calibration {
+    /// Learns what relative errors cost. `costs` puts what it is given in the place of each weight by itself, and
+    /// tells how many nats a token the model's predictions diverge then.
+    pub fn learn_costs(
+        &mut self,
+        scheme: &Scheme,
+        costs: impl FnOnce(&mut Trial<'_>) -> Result<BTreeMap<String, f64>>,
+    ) -> Result<()> {
+        let mut errors = BTreeMap::new();
+        let found = costs(&mut |name, values, shape, looked_up| {
+            let (tried, error) = self.tried(name, values, shape, looked_up, scheme)?;
+            errors.insert(name.to_string(), error);
+            Ok(tried)
+        })?;
+        let cost = |(name, cost): (String, f64)| {
+            let error = errors.get(&name).copied().filter(|e| *e > 0.0)?;
+            Some((name, cost / error))
         };
-        match (sum(&self.sensitivity), sum(&self.lookup).filter(|_| looked_up)) {
-            (None, None) => None,
-            (a, b) => Some(a.unwrap_or(0.0) + b.unwrap_or(0.0)),
-        }
+        self.costs = found.into_iter().filter_map(cost).collect();
+        Ok(())
+    }
+
+    /// A tensor of the checkpoint compressed by what is known of its inputs, and the relative error of what it
+    /// makes with each code the nearest, by which schemes are compared.
+    fn tried(
+        &self,
+        name: &str,
+        values: &[f32],
+        shape: [usize; 2],
+        looked_up: bool,
+        scheme: &Scheme,
+    ) -> Result<(Vec<f32>, f64)> {
+        let layout = Layout { shape: &shape, output: 0, input: 1 };
+        let (scheme, _) = forms::fitted(scheme, &shape, layout.output, layout.input);
+        let key = format!("ckpt:{name}");
+        let Ok(guide) = self.guide(&key, shape[1], looked_up) else {
+            let encoded = encoded::encode(values, layout, &scheme, None)?;
+            return Ok((encoded.decode(layout)?, encoded.stats(values, layout)?.relative()));
+        };
+        let plain = encoded::encode(values, layout, &scheme, Some(&guide.importance()))?;
+        let error = guide.loss(&key, &plain, values, layout, &guide.power(values, layout)?)?;
+        Ok((guide.encode(values, layout, &scheme)?.decode(layout)?, error))
     }
 }
 
@@ -230,7 +270,7 @@ impl Guide {
     /// outputs where they belong to several layers. Errors of one output's elements are taken as independent.
     pub(super) fn loss(
         &self,
-        source: &Weight,
+        key: &str,
         encoded: &Encoded,
         values: &[f32],
         layout: Layout<'_>,
@@ -253,7 +293,7 @@ impl Guide {
             let off = f64::from(x - y);
             errors[i / after_out % outputs] += off * off * f64::from(importance[i / after_in % inputs]);
         }
-        if stacked(&source.key) == 1 {
+        if stacked(key) == 1 {
             let whole: f64 = power.iter().sum();
             return Ok(if whole > 0.0 { errors.iter().sum::<f64>() / whole } else { 0.0 });
         }
@@ -297,8 +337,7 @@ mod tests {
         Calibration {
             method: Method::Importance,
             inputs: inputs.map(|(n, i)| (n.to_string(), i)).into(),
-            sensitivity: [("q".into(), 1.0), ("k".into(), 2.0)].into(),
-            lookup: [("q".into(), 10.0)].into(),
+            costs: [("q".into(), 1.0), ("k".into(), 2.0)].into(),
         }
     }
 
@@ -324,9 +363,8 @@ mod tests {
                 Err(why) => assert_eq!(why, says, "{key}"),
             }
         }
-        assert_eq!(calibration.cost("ckpt:q rows 0 & ckpt:k rows 1", false), Some(3.0));
-        assert_eq!(calibration.cost("ckpt:q | fp16", true), Some(11.0));
-        assert_eq!(calibration.cost("ckpt:v | fp16", true), None);
+        assert_eq!(calibration.cost("ckpt:q rows 0 & ckpt:k rows 1"), Some(3.0));
+        assert_eq!(calibration.cost("ckpt:v | fp16"), None);
     }
 
     #[test]

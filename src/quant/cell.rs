@@ -135,11 +135,8 @@ impl Cell {
         let loss = |scheme: &Scheme| -> Result<f64> {
             let encoded = encoded::encode(&values, layout, scheme, importance.as_deref())?;
             match (guide, &power) {
-                (Some(guide), Some(power)) => guide.loss(source, &encoded, &values, layout, power),
-                _ => {
-                    let stats = encoded.stats(&values, layout)?;
-                    Ok(10f64.powf(-stats.sqnr_db / 10.0))
-                }
+                (Some(guide), Some(power)) => guide.loss(&source.key, &encoded, &values, layout, power),
+                _ => Ok(encoded.stats(&values, layout)?.relative()),
             }
         };
         schemes.iter().map(loss).collect::<Result<_>>().at(format!("weight `{}`", self.shared.place))

@@ -70,6 +70,13 @@ pub struct Stats {
     pub bits_per_weight: f64,
 }
 
+impl Stats {
+    /// Power of the error over that of the weight.
+    pub fn relative(&self) -> f64 {
+        10f64.powf(-self.sqnr_db / 10.0)
+    }
+}
+
 /// Compresses a weight; every value must be a finite fp16 once rounded.
 ///
 /// `importance` is one non-negative number for each element or for each input channel, by which squared

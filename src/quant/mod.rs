@@ -34,7 +34,7 @@ mod uses;
 mod vectors;
 
 pub use activations::Activations;
-pub use allocate::{Allocation, Budget, Choices, candidates};
+pub use allocate::{Allocation, Budget, Choices, candidates, probe};
 pub use apply::{Options, apply, apply_calibrated};
 pub use calibration::{Calibration, Inputs, Method};
 pub use cell::Quality;

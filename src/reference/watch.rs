@@ -1,5 +1,4 @@
-//! Watching linear layers while a text runs through them: what they are given, and how much the text's
-//! likelihood depends on what they make of it.
+//! Watching linear layers while a text runs through them: what they are given.
 //!
 //! Sums are added in the order of the text; layers that are given the same tensor share what is known of it.
 
@@ -8,7 +7,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Storage, Tensor, TensorId, Var};
+use candle_core::{Tensor, TensorId};
 use half::{f16, slice::HalfFloatSliceExt};
 
 use super::scope::project;
@@ -21,8 +20,6 @@ pub enum Wanted {
     Moments,
     /// Mean products of every two input channels.
     Hessians,
-    /// How much the model's predictions depend on each layer.
-    Sensitivity,
 }
 
 /// What all layers were given that were given the same.
@@ -43,11 +40,6 @@ pub struct Given {
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
     pub given: BTreeMap<String, Arc<Given>>,
-    /// What a relative error of a layer's outputs costs: nats of divergence a token for an error as large as
-    /// the outputs themselves, to second order.
-    pub sensitivity: BTreeMap<String, f64>,
-    /// The same for the table of words, where rows of it are looked up.
-    pub lookup: BTreeMap<String, f64>,
 }
 
 /// What inputs are divided by before they are looked at, by the checkpoint's name of a layer's weight.
@@ -65,10 +57,6 @@ struct State {
     groups: Vec<Group>,
     layers: BTreeMap<String, usize>,
     last: Option<(TensorId, usize)>,
-    slopes: BTreeMap<String, Slopes>,
-    lookup: BTreeMap<String, Slopes>,
-    /// Where slopes begin.
-    start: Option<(String, Tensor)>,
 }
 
 #[derive(Debug)]
@@ -81,15 +69,6 @@ struct Group {
     magnitudes: Vec<u64>,
     divisor: Option<Arc<Vec<f32>>>,
     last: TensorId,
-}
-
-/// Sums over tokens of squared outputs and of the likelihood's squared slopes, for each output.
-#[derive(Debug, Default)]
-struct Slopes {
-    outputs: Vec<f64>,
-    output_tokens: u64,
-    slopes: Vec<f64>,
-    tokens: u64,
 }
 
 impl Group {
@@ -121,20 +100,9 @@ impl Watch {
     }
 
     /// `x · weightᵀ`, as it is without being watched.
-    pub(super) fn project(self: &Arc<Self>, path: &str, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        if self.wanted != Wanted::Sensitivity {
-            self.see(path, x)?;
-            return project(x, weight, None);
-        }
-        let y = project(&x.detach(), weight, None)?;
-        let (sums, rows) = squares(&y)?;
-        let mut state = self.state();
-        let known = state.slopes.entry(path.to_string()).or_default();
-        add(&mut known.outputs, &sums);
-        known.output_tokens += rows;
-        drop(state);
-        let op = Watched { path: path.into(), weight: weight.clone(), y, watch: Arc::clone(self) };
-        Ok(x.apply_op1(op)?)
+    pub(super) fn project(&self, path: &str, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        self.see(path, x)?;
+        project(x, weight, None)
     }
 
     fn see(&self, path: &str, x: &Tensor) -> Result<()> {
@@ -190,47 +158,10 @@ impl Watch {
         Ok(())
     }
 
-    /// Makes what was looked up the start of slopes.
-    pub(super) fn start(&self, path: &str, x: Tensor) -> Result<Tensor> {
-        if self.wanted != Wanted::Sensitivity {
-            return Ok(x);
-        }
-        let (sums, rows) = squares(&x)?;
-        let start = Var::from_tensor(&x)?.into_inner();
-        let mut state = self.state();
-        let known = state.lookup.entry(path.to_string()).or_default();
-        add(&mut known.outputs, &sums);
-        known.output_tokens += rows;
-        state.start = Some((path.to_string(), start.clone()));
-        Ok(start)
-    }
-
-    /// Follows the slopes of `sum` back to the start.
-    pub(super) fn follow(&self, sum: &Tensor) -> Result<()> {
-        let slopes = sum.backward()?;
-        let Some((path, start)) = self.state().start.take() else { bail!("slopes begin nowhere") };
-        let Some(slope) = slopes.get(&start) else { bail!("`{path}` has no slope") };
-        let (sums, rows) = squares(slope)?;
-        let mut state = self.state();
-        let known = state.lookup.entry(path).or_default();
-        add(&mut known.slopes, &sums);
-        known.tokens += rows;
-        Ok(())
-    }
-
-    fn slope(&self, path: &str, slope: &Tensor) -> Result<()> {
-        let (sums, rows) = squares(slope)?;
-        let mut state = self.state();
-        let known = state.slopes.entry(path.to_string()).or_default();
-        add(&mut known.slopes, &sums);
-        known.tokens += rows;
-        Ok(())
-    }
-
     #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "means, kept in f32")]
     pub(super) fn finish(&self) -> Result<Observed> {
         let mut state = self.state();
-        let State { groups, layers, slopes, lookup, .. } = std::mem::take(&mut *state);
+        let State { groups, layers, .. } = std::mem::take(&mut *state);
         let mut known = Vec::with_capacity(groups.len());
         for g in groups {
             let n = g.tokens.max(1) as f64;
@@ -255,13 +186,7 @@ impl Watch {
             }));
         }
         let given = layers.into_iter().map(|(name, group)| (name, Arc::clone(&known[group]))).collect();
-        let cost = |s: &Slopes| {
-            let n = s.output_tokens.max(1) as f64 * s.tokens.max(1) as f64;
-            0.5 * s.outputs.iter().zip(&s.slopes).map(|(y, g)| y * g).sum::<f64>() / n
-        };
-        let costs =
-            |of: &BTreeMap<String, Slopes>| of.iter().map(|(name, s)| (name.clone(), cost(s))).collect();
-        Ok(Observed { given, sensitivity: costs(&slopes), lookup: costs(&lookup) })
+        Ok(Observed { given })
     }
 }
 
@@ -279,34 +204,4 @@ fn squares(x: &Tensor) -> Result<(Vec<f64>, u64)> {
 fn add(to: &mut Vec<f64>, sums: &[f64]) {
     to.resize(sums.len(), 0.0);
     to.iter_mut().zip(sums).for_each(|(a, b)| *a += b);
-}
-
-/// A product that is computed already; on the way back the slope is noted, and none is made for the weight.
-struct Watched {
-    path: String,
-    weight: Tensor,
-    y: Tensor,
-    watch: Arc<Watch>,
-}
-
-impl CustomOp1 for Watched {
-    fn name(&self) -> &'static str {
-        "watched-linear"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let y = self.y.contiguous()?;
-        let (storage, layout) = y.storage_and_layout();
-        match (&*storage, layout.start_offset()) {
-            (Storage::Cpu(storage), 0) => Ok((storage.clone(), y.shape().clone())),
-            _ => candle_core::bail!("the product is not in memory from its start on"),
-        }
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, slope: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let refused = |e: crate::Error| candle_core::Error::Msg(e.to_string());
-        self.watch.slope(&self.path, slope).map_err(refused)?;
-        let back = project(slope, &self.weight.t()?, None).map_err(refused)?;
-        Ok(Some(back))
-    }
 }

@@ -91,8 +91,7 @@ fn taught() -> Arc<Calibration> {
     Arc::new(Calibration {
         method: Method::Importance,
         inputs: inputs.map(|(n, i)| (n.to_string(), i)).into(),
-        sensitivity: BTreeMap::new(),
-        lookup: BTreeMap::new(),
+        costs: BTreeMap::new(),
     })
 }
 
@@ -239,12 +238,8 @@ fn model(name: &str) -> (Program, Arc<Calibration>) {
         };
         (name.clone(), Arc::new(inputs))
     });
-    let calibration = Calibration {
-        method: Method::Feedback,
-        inputs: inputs.collect(),
-        sensitivity: BTreeMap::new(),
-        lookup: BTreeMap::new(),
-    };
+    let calibration =
+        Calibration { method: Method::Feedback, inputs: inputs.collect(), costs: BTreeMap::new() };
     (program, Arc::new(calibration))
 }
 

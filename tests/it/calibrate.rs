@@ -21,6 +21,7 @@ const OPTIONS: Options =
 struct Model {
     program: Program,
     observed: Observed,
+    costs: BTreeMap<String, f64>,
 }
 
 impl Model {
@@ -35,10 +36,13 @@ impl Model {
         let mut decoder = Decoder::open(&checkpoint).unwrap();
         let rows: Vec<Vec<u32>> =
             (0..8u32).map(|r| (0..48).map(|i| (r * 37 + i * i * 11 + i * 5) % 250 + 5).collect()).collect();
-        let mut observed = decoder.observe(&rows, Wanted::Hessians).unwrap();
-        let lean = decoder.observe(&rows[..3], Wanted::Sensitivity).unwrap();
-        (observed.sensitivity, observed.lookup) = (lean.sensitivity, lean.lookup);
-        Model { program, observed }
+        let observed = decoder.observe(&rows, Wanted::Hessians).unwrap();
+        let mut model = Model { program, observed, costs: BTreeMap::new() };
+        let mut calibration = Calibration::clone(&model.calibration(Method::Feedback));
+        let scheme = quant::probe(Opset::Ios18).unwrap();
+        calibration.learn_costs(&scheme, |tried| decoder.costs(&rows[0], tried)).unwrap();
+        model.costs = calibration.costs;
+        model
     }
 
     fn calibration(&self, method: Method) -> Arc<Calibration> {
@@ -53,8 +57,7 @@ impl Model {
         Arc::new(Calibration {
             method,
             inputs: inputs.collect(),
-            sensitivity: self.observed.sensitivity.clone(),
-            lookup: self.observed.lookup.clone(),
+            costs: self.costs.clone(),
         })
     }
 

@@ -1,14 +1,17 @@
 //! Learning from a text what a model's linear layers are given, and trying other weights.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use candle_core::{D, Device, Tensor};
 
-use super::{Decoder, Linear};
+use super::{Decoder, Layer, Linear, Places};
 use crate::{
     bail,
     error::{Context, Result},
-    reference::watch::{Divisors, Observed, Wanted, Watch},
+    reference::{
+        Inputs,
+        watch::{Divisors, Observed, Wanted, Watch},
+    },
 };
 
 impl Decoder {
@@ -26,10 +29,7 @@ impl Decoder {
     ) -> Result<Observed> {
         let watch = Watch::new(wanted, divisors);
         self.watch(Some(&watch));
-        let done = rows.iter().enumerate().try_for_each(|(i, row)| match wanted {
-            Wanted::Sensitivity => self.lean(row, i as u64),
-            _ => self.forward(std::slice::from_ref(row), None).map(|_| ()),
-        });
+        let done = rows.iter().try_for_each(|row| self.forward(std::slice::from_ref(row), None).map(|_| ()));
         self.watch(None);
         done.within(|| "while calibrating".into())?;
         watch.finish()
@@ -102,23 +102,59 @@ impl Decoder {
         Ok((sum, row.len().saturating_sub(1)))
     }
 
-    /// Slopes of the likelihood of what the model itself would say: their mean squares are the curvature of
-    /// the divergence from it.
-    fn lean(&self, row: &[u32], seed: u64) -> Result<()> {
-        let logits = self.forward(&[row.to_vec()], None)?.logits.squeeze(0)?;
-        let log = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
-        let mut chosen = Vec::with_capacity(row.len());
-        let mut draws = Draws(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        for i in 0..row.len() {
-            chosen.push(draws.token(&log.get(i)?.detach().to_vec1::<f32>()?));
+    /// How far the predictions for a row diverge, in nats a token, with another in the place of each weight by
+    /// itself; `other` makes it from the name, the values `[out, in]`, and whether it is the table of words.
+    pub fn costs(
+        &mut self,
+        row: &[u32],
+        other: &mut dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>>,
+    ) -> Result<BTreeMap<String, f64>> {
+        let inputs = Inputs {
+            input_ids: vec![row.to_vec()],
+            attention_mask: vec![vec![1; row.len()]],
+            token_type_ids: None,
+        };
+        let places = Places::new(&self.plan, &inputs)?;
+        let plain = self.run(&inputs)?;
+        let before = log_likelihoods(&plain.logits)?;
+        let mut costs = BTreeMap::new();
+        for (name, shape) in self.weights() {
+            let values = self.weight(&name)?;
+            let words = self.words_path == name;
+            let tried = other(&name, &values, shape, words).within(|| format!("weight `{name}`"))?;
+            let first = self.first_layer_after(&name);
+            self.replace(&name, tried)?;
+            // What comes before the weight is as it was.
+            let after = match first {
+                None => self.run(&inputs),
+                Some(layer) => self.run_from(layer, plain.taps[layer].clone(), &inputs, &places),
+            };
+            self.replace(&name, values)?;
+            // Σ p · (ln p − ln q); small terms would be lost in a sum over all places.
+            let after = log_likelihoods(&after?.logits)?;
+            let off = (before.exp()? * (&before - after)?)?.sum(D::Minus1)?.to_vec1::<f32>()?;
+            let off = off.into_iter().map(f64::from).sum::<f64>();
+            #[expect(clippy::cast_precision_loss, reason = "a row of tokens")]
+            costs.insert(name, off.max(0.0) / row.len() as f64);
         }
-        let chosen = Tensor::from_vec(chosen, (row.len(), 1), &Device::Cpu)?;
-        let sum = log.gather(&chosen, 1)?.sum_all()?;
-        self.watch.as_ref().map_or(Ok(()), |watch| watch.follow(&sum))
+        Ok(costs)
+    }
+
+    /// The layer that a weight belongs to, one more than there are for what follows them all, and none for what
+    /// comes before them.
+    fn first_layer_after(&mut self, name: &str) -> Option<usize> {
+        let before = self.project_in.as_ref().is_some_and(|l| l.path == name) || self.words_path == name;
+        if before {
+            return None;
+        }
+        let has = |layer: &mut Layer| {
+            let mlp = layer.mlp.linears().into_iter().any(|l| l.path == name);
+            mlp || layer.attention.linears().into_iter().any(|l| l.path == name)
+        };
+        Some(self.layers.iter_mut().position(has).unwrap_or(self.plan.layers.len()))
     }
 
     fn watch(&mut self, watch: Option<&Arc<Watch>>) {
-        self.watch = watch.cloned();
         self.linears().into_iter().for_each(|l| l.watch = watch.cloned());
     }
 
@@ -134,29 +170,7 @@ impl Decoder {
     }
 }
 
-/// Numbers that are the same each time.
-struct Draws(u64);
-
-impl Draws {
-    fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        #[expect(clippy::cast_precision_loss, reason = "53 bits")]
-        let unit = ((z ^ (z >> 31)) >> 11) as f64;
-        unit / (1u64 << 53) as f64
-    }
-
-    /// A token, drawn by its log-likelihood.
-    fn token(&mut self, log: &[f32]) -> u32 {
-        let mut left = self.next();
-        for (token, l) in (0u32..).zip(log) {
-            left -= f64::from(*l).exp();
-            if left < 0.0 {
-                return token;
-            }
-        }
-        u32::try_from(log.len()).unwrap_or(1).saturating_sub(1)
-    }
+/// Log-likelihoods of all tokens, at each place of a row.
+fn log_likelihoods(logits: &Tensor) -> Result<Tensor> {
+    Ok(candle_nn::ops::log_softmax(&logits.squeeze(0)?, D::Minus1)?)
 }

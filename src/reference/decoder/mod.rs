@@ -10,10 +10,7 @@ mod parts;
 mod plan;
 mod rope;
 
-use std::{
-    collections::{BTreeMap, btree_map::Entry},
-    sync::Arc,
-};
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use candle_core::Tensor;
 
@@ -28,7 +25,6 @@ use super::{
     Inputs,
     model::check,
     scope::{Scope, rows},
-    watch::Watch,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -49,7 +45,6 @@ pub struct Decoder {
     head: Linear,
     /// The checkpoint's name of `words`.
     words_path: String,
-    watch: Option<Arc<Watch>>,
 }
 
 /// What a decoder computes for `[batch, sequence]` ids.
@@ -101,7 +96,6 @@ impl Decoder {
             project_out: projection("project_out")?,
             head,
             words_path: words_scope.path("weight"),
-            watch: None,
             words,
             positions,
             layers,
@@ -122,18 +116,23 @@ impl Decoder {
     }
 
     fn run(&self, inputs: &Inputs) -> Result<DecoderOutput> {
-        let plan = &self.plan;
-        let places = Places::new(plan, inputs)?;
-        let mut x = self.embed(inputs, &places)?;
+        let places = Places::new(&self.plan, inputs)?;
+        let x = self.embed(inputs, &places)?;
+        self.run_from(0, x, inputs, &places)
+    }
+
+    /// Runs the layers from one on, and what comes after them; taps begin with what that layer is given.
+    fn run_from(&self, first: usize, x: Tensor, inputs: &Inputs, places: &Places) -> Result<DecoderOutput> {
+        let (plan, mut x) = (&self.plan, x);
         let mut taps = vec![x.clone()];
         let mut biases = BTreeMap::new();
-        for (layer, numbers) in self.layers.iter().zip(&plan.layers) {
+        for (layer, numbers) in self.layers.iter().zip(&plan.layers).skip(first) {
             // ALiBi is scaled with the scores, and those of its families have one scale.
             let bias = match biases.entry(numbers.window) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => new.insert(places.bias(plan, inputs, numbers)?),
             };
-            let attend = |x: &Tensor| layer.attention.run(plan, numbers, &places, bias, x);
+            let attend = |x: &Tensor| layer.attention.run(plan, numbers, places, bias, x);
             x = layer.run(plan, &x, attend)?;
             taps.push(x.clone());
         }
@@ -151,9 +150,6 @@ impl Decoder {
     fn embed(&self, inputs: &Inputs, places: &Places) -> Result<Tensor> {
         let mut x =
             (rows(&self.words, &inputs.input_ids).at(self.plan.family.words)? * self.plan.words_scale)?;
-        if let Some(watch) = &self.watch {
-            x = watch.start(&self.words_path, x)?;
-        }
         if let Some(norm) = &self.words_norm {
             x = norm.run(&x)?;
         }
