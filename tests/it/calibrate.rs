@@ -54,11 +54,7 @@ impl Model {
             };
             (name.clone(), Arc::new(inputs))
         });
-        Arc::new(Calibration {
-            method,
-            inputs: inputs.collect(),
-            costs: self.costs.clone(),
-        })
+        Arc::new(Calibration { method, inputs: inputs.collect(), costs: self.costs.clone() })
     }
 
     fn quantize(&self, policy: &Policy, how: Option<&Arc<Calibration>>) -> Report {

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use candle_core::{D, Device, Tensor};
+use rayon::prelude::*;
 
 use super::{Decoder, Layer, Linear, Places};
 use crate::{
@@ -116,7 +117,7 @@ impl Decoder {
         };
         let places = Places::new(&self.plan, &inputs)?;
         let plain = self.run(&inputs)?;
-        let before = log_likelihoods(&plain.logits)?;
+        let before = Likelihoods::of(&plain.logits)?;
         let mut costs = BTreeMap::new();
         for (name, shape) in self.weights() {
             let values = self.weight(&name)?;
@@ -130,12 +131,8 @@ impl Decoder {
                 Some(layer) => self.run_from(layer, plain.taps[layer].clone(), &inputs, &places),
             };
             self.replace(&name, values)?;
-            // Σ p · (ln p − ln q); small terms would be lost in a sum over all places.
-            let after = log_likelihoods(&after?.logits)?;
-            let off = (before.exp()? * (&before - after)?)?.sum(D::Minus1)?.to_vec1::<f32>()?;
-            let off = off.into_iter().map(f64::from).sum::<f64>();
             #[expect(clippy::cast_precision_loss, reason = "a row of tokens")]
-            costs.insert(name, off.max(0.0) / row.len() as f64);
+            costs.insert(name, before.divergence(&Likelihoods::of(&after?.logits)?) / row.len() as f64);
         }
         Ok(costs)
     }
@@ -170,7 +167,36 @@ impl Decoder {
     }
 }
 
-/// Log-likelihoods of all tokens, at each place of a row.
-fn log_likelihoods(logits: &Tensor) -> Result<Tensor> {
-    Ok(candle_nn::ops::log_softmax(&logits.squeeze(0)?, D::Minus1)?)
+/// Logits at each place of a row, and what their exponentials add up to, as its logarithm.
+struct Likelihoods {
+    logits: Vec<f32>,
+    width: usize,
+    sums: Vec<f64>,
+}
+
+impl Likelihoods {
+    fn of(logits: &Tensor) -> Result<Likelihoods> {
+        let width = logits.dim(D::Minus1)?.max(1);
+        let logits = logits.flatten_all()?.to_vec1::<f32>()?;
+        let sum = |row: &[f32]| {
+            let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            f64::from(top) + row.iter().map(|l| f64::from((l - top).exp())).sum::<f64>().ln()
+        };
+        let sums = logits.par_chunks(width).map(sum).collect();
+        Ok(Likelihoods { logits, width, sums })
+    }
+
+    /// Σ p · (ln p − ln q) over all places, in nats.
+    fn divergence(&self, other: &Likelihoods) -> f64 {
+        let one = |((p, q), (ps, qs)): ((&[f32], &[f32]), (&f64, &f64))| {
+            let term = |(p, q): (&f32, &f32)| {
+                let (p, q) = (f64::from(*p) - ps, f64::from(*q) - qs);
+                f64::from((p as f32).exp()) * (p - q)
+            };
+            p.iter().zip(q).map(term).sum::<f64>()
+        };
+        let rows = self.logits.par_chunks(self.width).zip(other.logits.par_chunks(other.width));
+        let off: Vec<f64> = rows.zip(self.sums.par_iter().zip(&other.sums)).map(one).collect();
+        off.into_iter().sum::<f64>().max(0.0)
+    }
 }
