@@ -15,6 +15,10 @@ use crate::{
     },
 };
 
+/// Makes what shall be tried in the place of a weight: from its name, its values `[out, in]`, and whether it is the
+/// table of words.
+pub type Other<'a> = dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a;
+
 impl Decoder {
     /// Runs rows of a text one after the other and gives what was learnt of every linear layer.
     pub fn observe(&mut self, rows: &[Vec<u32>], wanted: Wanted) -> Result<Observed> {
@@ -104,12 +108,8 @@ impl Decoder {
     }
 
     /// How far the predictions for a row diverge, in nats a token, with another in the place of each weight by
-    /// itself; `other` makes it from the name, the values `[out, in]`, and whether it is the table of words.
-    pub fn costs(
-        &mut self,
-        row: &[u32],
-        other: &mut dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>>,
-    ) -> Result<BTreeMap<String, f64>> {
+    /// itself.
+    pub fn costs(&mut self, row: &[u32], other: &mut Other<'_>) -> Result<BTreeMap<String, f64>> {
         let inputs = Inputs {
             input_ids: vec![row.to_vec()],
             attention_mask: vec![vec![1; row.len()]],
@@ -188,15 +188,15 @@ impl Likelihoods {
 
     /// Σ p · (ln p − ln q) over all places, in nats.
     fn divergence(&self, other: &Likelihoods) -> f64 {
-        let one = |((p, q), (ps, qs)): ((&[f32], &[f32]), (&f64, &f64))| {
+        let one = |place: usize| {
+            let row = place * self.width..(place + 1) * self.width;
             let term = |(p, q): (&f32, &f32)| {
-                let (p, q) = (f64::from(*p) - ps, f64::from(*q) - qs);
+                let (p, q) = (f64::from(*p) - self.sums[place], f64::from(*q) - other.sums[place]);
                 f64::from((p as f32).exp()) * (p - q)
             };
-            p.iter().zip(q).map(term).sum::<f64>()
+            self.logits[row.clone()].iter().zip(&other.logits[row]).map(term).sum::<f64>()
         };
-        let rows = self.logits.par_chunks(self.width).zip(other.logits.par_chunks(other.width));
-        let off: Vec<f64> = rows.zip(self.sums.par_iter().zip(&other.sums)).map(one).collect();
+        let off: Vec<f64> = (0..self.sums.len().min(other.sums.len())).into_par_iter().map(one).collect();
         off.into_iter().sum::<f64>().max(0.0)
     }
 }
