@@ -17,7 +17,7 @@ use crate::{
 
 /// Makes what shall be tried in the place of a weight: from its name, its values `[out, in]`, and whether it is the
 /// table of words.
-pub type Other<'a> = dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a;
+pub(super) type Other<'a> = dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a;
 
 impl Decoder {
     /// Runs rows of a text one after the other and gives what was learnt of every linear layer.
