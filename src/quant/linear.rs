@@ -4,7 +4,7 @@
 //! The largest element's scale, as others take it, is always among the candidates, so the result is never
 //! worse; candidates for the result are rounded to fp16 before they are compared.
 
-use super::{fp16, histogram::Counter, scheme::Linear};
+use super::{fp16, histogram::Counter, layout::Weights, scheme::Linear};
 
 /// Elements of a group above which only the distinct fp16 values and their numbers are searched.
 const MANY: usize = 1 << 16;
@@ -21,10 +21,10 @@ pub(super) struct Scratch {
 pub(super) fn fit(
     scratch: &mut Scratch,
     values: &[f32],
-    weights: Option<&[f32]>,
+    weights: Option<Weights<'_>>,
     linear: Linear,
 ) -> (f32, i32) {
-    let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
+    let weights = weights.filter(|w| w.any());
     let Scratch { counter, values: distinct, weights: relative } = scratch;
     if values.len() > MANY {
         let histogram = counter.count(values, weights);
@@ -35,10 +35,15 @@ pub(super) fn fit(
         return Group::new(distinct, Some(relative), linear).fit();
     }
     let weights = weights.map(|w| {
-        // Sums of squares in fp32 have no room for weights of any size.
-        let unit = w.iter().copied().fold(0f32, f32::max);
         relative.clear();
-        relative.extend(w.iter().map(|w| w / unit));
+        match w {
+            Weights::Each(w) => {
+                // Sums of squares in fp32 have no room for weights of any size.
+                let unit = w.iter().copied().fold(0f32, f32::max);
+                relative.extend(w.iter().map(|w| w / unit));
+            }
+            Weights::Kept(k) => relative.extend(k.iter().map(|k| f32::from(u8::from(*k)))),
+        }
         &**relative
     });
     Group::new(values, weights, linear).fit()
