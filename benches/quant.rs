@@ -2,18 +2,27 @@
 //!
 //! ```text
 //! cargo bench --bench quant -- [--rows R] [--columns C] [--save FILE] [SCHEME …]
+//! cargo bench --bench quant -- [--rows R] [--columns C] --package FILE.mlpackage
 //! ```
 //!
 //! The weight is drawn from a normal distribution, with a scale for each row and some outliers, and is the same each
-//! time; `--save` writes it as fp16, row-major. `benches/quant.sh` sets coremltools beside it.
+//! time; `--save` writes it as fp16, row-major, and `--package` as the one weight of a package, without measuring
+//! anything. `benches/quant.sh` sets coremltools beside it, `benches/memory.sh` quantizes the package.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a bench reports, and fails by panicking")]
 
-use std::{fs, hint::black_box, time::Instant};
+use std::{collections::BTreeMap, fs, hint::black_box, path::Path, time::Instant};
 
 use half::f16;
-use silane::quant::{
-    Encoded, Layout, Scheme, encode,
-    scheme::{Effort, Palette},
+use silane::{
+    graph::{Builder, check},
+    mil::{Bytes, DType, Program, Type, Weight},
+    ops::Opset,
+    package::{Interface, Save, save},
+    passes,
+    quant::{
+        Encoded, Layout, Scheme, encode,
+        scheme::{Effort, Palette},
+    },
 };
 
 const SCHEMES: &[&str] = &[
@@ -48,21 +57,24 @@ const SCHEMES: &[&str] = &[
 ];
 
 fn main() {
-    let (mut rows, mut columns, mut save, mut schemes) = (4864, 896, None, Vec::new());
+    let (mut rows, mut columns, mut file, mut package, mut schemes) = (4864, 896, None, None, Vec::new());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--rows" => rows = args.next().unwrap().parse().unwrap(),
             "--columns" => columns = args.next().unwrap().parse().unwrap(),
-            "--save" => save = args.next(),
+            "--save" => file = args.next(),
+            "--package" => package = args.next(),
             "--bench" => {}
             scheme => schemes.push(scheme.to_string()),
         }
     }
     let values = weight(rows, columns);
-    if let Some(file) = save {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect();
-        fs::write(file, bytes).unwrap();
+    if let Some(file) = file {
+        fs::write(file, bytes(&values)).unwrap();
+    }
+    if let Some(path) = package {
+        return write(Path::new(&path), rows, columns, bytes(&values));
     }
     if schemes.is_empty() {
         schemes = SCHEMES.iter().map(|s| (*s).to_string()).collect();
@@ -119,6 +131,33 @@ fn processor() -> Option<f64> {
         stat.split_whitespace().next()?.parse::<f64>().ok()
     };
     Some(tasks.filter_map(|t| ran(t.ok()?)).sum::<f64>() / 1e9)
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()
+}
+
+/// A package of one convolution.
+fn write(path: &Path, rows: usize, columns: usize, bytes: Vec<u8>) {
+    let mut b = Builder::new(Opset::Ios18);
+    let x = b.input("x", Type::tensor(DType::F16, [1, columns, 1, 1])).unwrap();
+    let weight =
+        Weight::new("weight", DType::F16, [rows, columns, 1, 1], move || Ok(Bytes::Owned(bytes.clone())));
+    let inputs = [
+        ("x", x.into()),
+        ("weight", weight.into()),
+        ("strides", [1, 1].into()),
+        ("pad_type", "valid".into()),
+        ("pad", [0, 0, 0, 0].into()),
+        ("dilations", [1, 1].into()),
+        ("groups", 1.into()),
+    ];
+    let y = b.op("conv", "y", inputs).unwrap();
+    let functions = BTreeMap::from([("main".to_string(), b.finish(vec![y]))]);
+    let mut program = Program { functions, ..Program::default() };
+    passes::tidy(&mut program).unwrap();
+    let interface = Interface::of(&program).unwrap();
+    save(path, &check(program).unwrap(), &interface, Save { force: true, ..Save::default() }).unwrap();
 }
 
 fn weight(rows: usize, columns: usize) -> Vec<f32> {

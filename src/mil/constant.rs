@@ -218,29 +218,42 @@ pub fn encode_floats(dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
     Ok(match dtype {
         DType::F16 => {
             fits_f16(values)?;
-            in_pieces(values, |from| {
-                let mut to = vec![f16::ZERO; from.len()];
-                to.convert_from_f32_slice(from);
-                to.iter().flat_map(|v| v.to_le_bytes()).collect()
+            in_pieces(values, |from, to| {
+                let mut halves = vec![f16::ZERO; from.len()];
+                halves.convert_from_f32_slice(from);
+                each(&halves, to, |v| v.to_le_bytes());
             })
         }
-        DType::BF16 => {
-            in_pieces(values, |from| from.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect())
-        }
-        DType::F32 => in_pieces(values, |from| from.iter().flat_map(|v| v.to_le_bytes()).collect()),
+        DType::BF16 => in_pieces(values, |from, to| each(from, to, |v| bf16::from_f32(v).to_le_bytes())),
+        DType::F32 => in_pieces(values, |from, to| each(from, to, f32::to_le_bytes)),
         DType::F64 => values.iter().flat_map(|v| f64::from(*v).to_le_bytes()).collect(),
         other => bail!("floats cannot be stored as {other}"),
     })
 }
 
-/// Packs pieces on all cores and joins them in order.
-fn in_pieces(values: &[f32], pack: impl Fn(&[f32]) -> Vec<u8> + Sync + Send) -> Vec<u8> {
+/// Packs fp16 numbers.
+pub fn encode_halves(values: &[f16]) -> Vec<u8> {
+    in_pieces(values, |from, to| each(from, to, |v| v.to_le_bytes()))
+}
+
+/// Packs elements of so many bytes on all cores.
+fn in_pieces<T: Sync, const N: usize>(
+    values: &[T],
+    pack: impl Fn(&[T], &mut [[u8; N]]) + Sync + Send,
+) -> Vec<u8> {
     const PIECE: usize = 1 << 16;
+    let mut out = vec![0; values.len() * N];
+    let (to, _) = out.as_chunks_mut();
     if values.len() <= PIECE {
-        return pack(values);
+        pack(values, to);
+    } else {
+        to.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE)).for_each(|(to, from)| pack(from, to));
     }
-    let packed: Vec<Vec<u8>> = values.par_chunks(PIECE).map(&pack).collect();
-    packed.concat()
+    out
+}
+
+fn each<T: Copy, const N: usize>(from: &[T], to: &mut [[u8; N]], pack: impl Fn(T) -> [u8; N]) {
+    to.iter_mut().zip(from).for_each(|(to, v)| *to = pack(*v));
 }
 
 /// Refuses values that would turn into infinities, and those that are no numbers already.

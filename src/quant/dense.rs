@@ -1,4 +1,5 @@
-//! Compressed weights made dense again: a promise that runs the constexpr ops which make the value.
+//! Compressed weights made dense again: a promise that runs the constexpr ops which make the value, slab by slab
+//! where that is possible.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet, hash_map::Entry},
@@ -7,6 +8,7 @@ use std::{
 
 use half::{f16, slice::HalfFloatSliceExt};
 
+use super::slabs;
 use crate::{
     bail,
     error::{Context, Result},
@@ -18,13 +20,16 @@ use crate::{
 
 /// An op that makes a weight, with what it is made from.
 #[derive(Debug)]
-struct Maker {
-    op: Op,
+pub(super) struct Maker {
+    pub(super) op: Op,
     /// Declared types of the results.
-    types: Vec<Type>,
-    /// Where arguments come from that are results themselves: the op, and which of its results.
-    sources: BTreeMap<ValueId, (Arc<Maker>, usize)>,
+    pub(super) types: Vec<Type>,
+    /// Where arguments come from that are results themselves.
+    pub(super) sources: BTreeMap<ValueId, Made>,
 }
+
+/// An op and which of its results.
+type Made = (Arc<Maker>, usize);
 
 /// Turns every compressed weight of floats into a dense one, and says how many there were.
 pub fn decompress(program: &mut Program) -> Result<usize> {
@@ -36,7 +41,27 @@ pub fn decompress(program: &mut Program) -> Result<usize> {
 }
 
 fn restore(function: &mut Function) -> Result<usize> {
-    let mut made: HashMap<ValueId, (Arc<Maker>, usize)> = HashMap::new();
+    let (made, read_outside) = makers(function);
+    let mut dense: HashMap<ValueId, Weight> = HashMap::new();
+    for id in read_outside {
+        let Some((maker, at)) = made.get(&id).filter(|(m, _)| m.op.kind != "const") else { continue };
+        if let Entry::Vacant(place) = dense.entry(id) {
+            place.insert(promise(maker, *at).at(function.name(id))?);
+        }
+    }
+    let mut body = std::mem::take(&mut function.body);
+    body.walk_blocks(&mut |block| {
+        let ops = std::mem::take(&mut block.ops);
+        block.ops = ops.into_iter().flat_map(|op| replaced(op, &dense)).collect();
+    });
+    function.body = body;
+    drop_unread(function);
+    Ok(dense.len())
+}
+
+/// What makes each value that is constant, and the values that other ops or the caller read.
+pub(super) fn makers(function: &Function) -> (HashMap<ValueId, Made>, Vec<ValueId>) {
+    let mut made: HashMap<ValueId, Made> = HashMap::new();
     let mut read_outside: Vec<ValueId> = function.body.outputs.clone();
     function.body.walk(&mut |op| {
         if op.kind.starts_with("constexpr_") || op.kind == "const" {
@@ -55,21 +80,7 @@ fn restore(function: &mut Function) -> Result<usize> {
             read_outside.extend(op.blocks.iter().flat_map(|b| &b.outputs));
         }
     });
-    let mut dense: HashMap<ValueId, Weight> = HashMap::new();
-    for id in read_outside {
-        let Some((maker, at)) = made.get(&id).filter(|(m, _)| m.op.kind != "const") else { continue };
-        if let Entry::Vacant(place) = dense.entry(id) {
-            place.insert(promise(maker, *at).at(function.name(id))?);
-        }
-    }
-    let mut body = std::mem::take(&mut function.body);
-    body.walk_blocks(&mut |block| {
-        let ops = std::mem::take(&mut block.ops);
-        block.ops = ops.into_iter().flat_map(|op| replaced(op, &dense)).collect();
-    });
-    function.body = body;
-    drop_unread(function);
-    Ok(dense.len())
+    (made, read_outside)
 }
 
 /// The op, or for a constexpr one a const for each of its results that is read.
@@ -121,6 +132,10 @@ fn promise(maker: &Arc<Maker>, at: usize) -> Result<Weight> {
     };
     let (key, dtype, source) = (format!("dense {} {at}", maker.key()), t.dtype, maker.clone());
     Ok(Weight::new(key, dtype, shape, move || {
+        // What is wrong with a weight is said of it as a whole.
+        if let Ok(Some(bytes)) = slabs::bytes(&source, at, slabs::ELEMENTS) {
+            return Ok(Bytes::Owned(bytes));
+        }
         let values = source.run()?;
         let Some(value) = values.get(at) else { bail!("there is no result {at}") };
         Ok(Bytes::Owned(encode_floats(dtype, &value.to_floats()?)?))
@@ -153,7 +168,7 @@ impl Maker {
         text
     }
 
-    fn run(&self) -> Result<Vec<Val>> {
+    pub(super) fn run(&self) -> Result<Vec<Val>> {
         if let Some(c) = self.op.constant() {
             return Ok(vec![Val::constant(c)?]);
         }
@@ -174,6 +189,11 @@ impl Maker {
             };
             args.insert(name, given.iter().map(value).collect::<Result<_>>().at(name)?);
         }
+        self.call(args)
+    }
+
+    /// The results for some arguments, rounded to their types.
+    pub(super) fn call(&self, args: BTreeMap<&str, Vec<Val>>) -> Result<Vec<Val>> {
         let Some(ops::Spec { eval: Eval::Call(eval), .. }) = ops::find(&self.op.kind) else {
             bail!("silane does not know how to expand `{}`", self.op.kind);
         };

@@ -2,6 +2,7 @@
 //!
 //! Decoding does what those ops do in fp16: one product or look-up, rounded once.
 
+use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
 
 use super::{
@@ -17,7 +18,7 @@ use crate::{bail, error::Result, mil::types::shape_text};
 #[derive(Debug, Clone, PartialEq)]
 pub enum Encoded {
     /// The values themselves, rounded to fp16.
-    Dense { values: Vec<f32> },
+    Dense { values: Vec<f16> },
     Linear {
         /// One byte a code, two's complement where signed, in the order of the weight.
         codes: Vec<u8>,
@@ -91,9 +92,10 @@ pub fn encode(
     match *scheme {
         Scheme::Dense => {
             check_values(values, layout)?;
-            let mut values = values.to_vec();
-            values.par_iter_mut().for_each(|v| *v = fp16::round(*v));
-            Ok(Encoded::Dense { values })
+            let mut halves = vec![f16::ZERO; values.len()];
+            let pieces = halves.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
+            pieces.for_each(|(to, from)| to.convert_from_f32_slice(from));
+            Ok(Encoded::Dense { values: halves })
         }
         Scheme::Sparse(sparse, _) => {
             check_values(values, layout)?;
@@ -106,6 +108,9 @@ pub fn encode(
     }
 }
 
+/// Values that are looked at together.
+const PIECE: usize = 1 << 14;
+
 /// Refuses values that are too many or too few, and those that fp16 cannot hold.
 pub(super) fn check_values(values: &[f32], layout: Layout<'_>) -> Result<()> {
     let count = layout.count()?;
@@ -114,7 +119,7 @@ pub(super) fn check_values(values: &[f32], layout: Layout<'_>) -> Result<()> {
     }
     let fits = |v: &f32| v.abs() < fp16::OVERFLOW;
     let fine = |values: &[f32]| values.iter().fold(true, |fine, v| fine & fits(v));
-    if values.par_chunks(1 << 14).all(fine) {
+    if values.par_chunks(PIECE).all(fine) {
         return Ok(());
     }
     match values.iter().position(|v| !fits(v)) {
@@ -242,7 +247,7 @@ struct Decoder<'a> {
 }
 
 enum Rule<'a> {
-    Values(&'a [f32]),
+    Values(&'a [f16]),
     Scale(Linear, &'a [f32], Option<&'a [i32]>),
     /// Entries of a table, elements of an entry, elements between two of a vector.
     Table(&'a [f32], usize, usize, usize),
@@ -335,7 +340,7 @@ impl<'a> Decoder<'a> {
     /// The value of an element whose code is the `at`th.
     fn one(&self, element: usize, at: usize) -> f32 {
         match self.rule {
-            Rule::Values(values) => values[at],
+            Rule::Values(values) => values[at].to_f32(),
             Rule::Scale(linear, scale, offset) => {
                 let group = self.grouping.of(element);
                 let zero = offset.map_or(0, |o| o[group]);
@@ -350,7 +355,7 @@ impl<'a> Decoder<'a> {
     fn dense(&self, start: usize, out: &mut [f32]) {
         let g = &self.grouping;
         match self.rule {
-            Rule::Values(values) => out.copy_from_slice(&values[start..start + out.len()]),
+            Rule::Values(values) => values[start..start + out.len()].convert_to_f32_slice(out),
             Rule::Table(table, entries, vector, apart) if vector > 1 => {
                 let first = start / vector;
                 for (i, code) in self.codes[first..first + out.len() / vector].iter().enumerate() {

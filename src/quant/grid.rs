@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::{
     encoded::{Encoded, Int8Table, Table, check_values, product},
     fp16,
-    layout::{Grouping, Importance, Layout},
+    layout::{Grouping, Importance, Layout, join},
     linear,
     palette::{self, Entries},
     scheme::{Linear, Palette, Scheme},
@@ -44,22 +44,33 @@ impl Grid {
         scheme.check()?;
         check_values(values, layout)?;
         scheme.fits(layout)?;
-        let importance = Importance::new(importance, layout)?;
+        Grid::search(values, layout, scheme, Importance::new(importance, layout)?)
+    }
+
+    /// The same of values and a scheme that were checked.
+    pub(super) fn search(
+        values: &[f32],
+        layout: Layout<'_>,
+        scheme: &Scheme,
+        importance: Importance<'_>,
+    ) -> Result<Grid> {
         let (grouping, kind) = match *scheme {
             Scheme::Linear(l) => {
                 let grouping = Grouping::linear(layout, l.granularity)?;
                 let size = grouping.size();
                 let found =
-                    grouping.map_together(values, importance, linear::Scratch::default, |s, _, x, w, out| {
-                        linear::fit(s, x, w, size, l, out);
+                    grouping.map_together(values, importance, linear::Scratch::default, |s, _, of, out| {
+                        linear::fit(s, of.values, of.weights, size, l, out);
                     });
                 let (scale, zero) = found.into_iter().unzip();
                 (grouping, Kind::Linear { linear: l, scale, zero })
             }
             Scheme::Palette(p) => {
                 let grouping = Grouping::palette(layout, p.group, p.vector)?;
-                let search = if p.vector > 1 { vectors::tables } else { palette::tables };
-                let tables = search(values, layout, p, &grouping, importance);
+                let tables = match p.vector {
+                    1 => palette::tables(values, layout, p, &grouping, importance),
+                    _ => vectors::tables(values, p, &grouping, importance),
+                };
                 (grouping, Kind::palette(p, tables))
             }
             Scheme::Dense | Scheme::W8A8 | Scheme::Sparse(..) => {
@@ -120,11 +131,14 @@ impl Grid {
         }
         let mut codes = vec![0u8; self.codes];
         let vector = self.vector();
-        let joined = (vector > 1).then(|| vectors::joined(values, vector, self.apart));
-        let values = joined.as_deref().unwrap_or(values);
         let g = &self.grouping;
-        let rows = (1usize << 15).div_ceil(g.width);
-        let piece = |(i, (codes, values)): (usize, (&mut [u8], &[f32]))| {
+        let rows = (1usize << 15).div_ceil(g.width).next_multiple_of(g.whole_rows());
+        let piece = |joined: &mut Vec<f32>, (i, (codes, mut values)): (usize, (&mut [u8], &[f32]))| {
+            if vector > 1 {
+                joined.resize(values.len(), 0.0);
+                join(values, 0, vector, self.apart, joined);
+                values = joined;
+            }
             for (j, (codes, values)) in
                 codes.chunks_mut(g.width).zip(values.chunks(g.width * vector)).enumerate()
             {
@@ -140,7 +154,7 @@ impl Grid {
             .par_chunks_mut(rows * g.width)
             .zip(values.par_chunks(rows * g.width * vector))
             .enumerate()
-            .for_each(piece);
+            .for_each_init(Vec::new, piece);
         self.finish(codes)
     }
 

@@ -3,6 +3,8 @@
 use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
 
+use super::layout::Weights;
+
 /// Distinct values, sorted, with weights above zero.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Histogram {
@@ -45,14 +47,14 @@ fn half(key: usize) -> f16 {
 
 impl Counter {
     /// The histogram of some values, rounded to fp16; without weights each counts as one.
-    pub(super) fn count(&mut self, values: &[f32], weights: Option<&[f32]>) -> &Histogram {
-        let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
+    pub(super) fn count(&mut self, values: &[f32], weights: Option<Weights<'_>>) -> &Histogram {
+        let weights = weights.filter(|w| w.any());
         if values.len() <= PIECE {
             self.bins.add(values, weights, &mut self.halves);
         } else {
             let piece = |(i, values): (usize, &[f32])| {
                 let mut bins = Bins::default();
-                let weights = weights.map(|w| &w[i * PIECE..i * PIECE + values.len()]);
+                let weights = weights.map(|w| w.part(i * PIECE..i * PIECE + values.len()));
                 bins.add(values, weights, &mut Vec::new());
                 bins
             };
@@ -69,7 +71,7 @@ impl Counter {
 }
 
 impl Bins {
-    fn add(&mut self, values: &[f32], weights: Option<&[f32]>, halves: &mut Vec<f16>) {
+    fn add(&mut self, values: &[f32], weights: Option<Weights<'_>>, halves: &mut Vec<f16>) {
         self.counts.resize(KEYS, 0);
         if weights.is_some() {
             self.mass.resize(KEYS, 0.0);
@@ -80,11 +82,18 @@ impl Bins {
             halves.convert_from_f32_slice(values);
             match weights {
                 None => halves.iter().for_each(|x| self.counts[usize::from(key(*x))] += 1),
-                Some(w) => {
+                Some(Weights::Each(w)) => {
                     for (x, w) in halves.iter().zip(&w[i * CONVERTED..]) {
                         let key = usize::from(key(*x));
                         self.counts[key] += 1;
                         self.mass[key] += f64::from(*w);
+                    }
+                }
+                Some(Weights::Kept(k)) => {
+                    for (x, k) in halves.iter().zip(&k[i * CONVERTED..]) {
+                        let key = usize::from(key(*x));
+                        self.counts[key] += 1;
+                        self.mass[key] += f64::from(u8::from(*k));
                     }
                 }
             }
@@ -149,8 +158,10 @@ mod tests {
         counter.count(&[1.0, -2.0, 1.0, -0.0, 0.0], None);
         assert_eq!(counter.histogram.values, [-2.0, 0.0, 1.0]);
         assert_eq!(counter.histogram.weights, [1.0, 2.0, 2.0]);
-        let weighted = counter.count(&[1.0, 3.0, 1.0], Some(&[0.5, 0.0, 2.0]));
+        let weighted = counter.count(&[1.0, 3.0, 1.0], Some(Weights::Each(&[0.5, 0.0, 2.0])));
         assert_eq!((&*weighted.values, &*weighted.weights), (&[1.0][..], &[2.5][..]));
+        let kept = counter.count(&[1.0, 3.0, 1.0, 2.0], Some(Weights::Kept(&[true, false, true, true])));
+        assert_eq!((&*kept.values, &*kept.weights), (&[1.0, 2.0][..], &[2.0, 1.0][..]));
         assert_eq!(counter.count(&[5.0], None).values, [5.0]);
     }
 }

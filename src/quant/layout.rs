@@ -94,6 +94,9 @@ pub(super) struct Grouping {
     /// Elements a step of the input axis, and whether this is the axis of rows.
     post: usize,
     input_first: bool,
+    /// Elements that a code stands for, and how far these are apart. All else is in codes.
+    vector: usize,
+    apart: usize,
 }
 
 /// One non-negative number for each element, for each input channel, or none.
@@ -102,6 +105,57 @@ pub(super) enum Importance<'a> {
     Equal,
     Inputs(&'a [f32]),
     Each(&'a [f32]),
+    /// One for each element that is kept, nothing for the others.
+    Kept(&'a [bool]),
+}
+
+/// The elements of a group.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Elements<'a> {
+    pub(super) values: &'a [f32],
+    /// Elements between neighbours of a vector.
+    pub(super) apart: usize,
+    pub(super) weights: Option<Weights<'a>>,
+}
+
+/// Importance of a group's elements; of vectors, one number for each or for each of their elements, side by side.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Weights<'a> {
+    Each(&'a [f32]),
+    Kept(&'a [bool]),
+}
+
+impl<'a> Elements<'a> {
+    /// Those of one of some groups.
+    fn group(self, at: usize, groups: usize) -> Elements<'a> {
+        let part = |len: usize| at * (len / groups)..(at + 1) * (len / groups);
+        let weights = self.weights.map(|w| w.part(part(w.len())));
+        Elements { values: &self.values[part(self.values.len())], apart: self.apart, weights }
+    }
+}
+
+impl<'a> Weights<'a> {
+    /// Those of some elements.
+    pub(super) fn part(self, range: Range<usize>) -> Weights<'a> {
+        match self {
+            Weights::Each(w) => Weights::Each(&w[range]),
+            Weights::Kept(k) => Weights::Kept(&k[range]),
+        }
+    }
+
+    pub(super) fn any(self) -> bool {
+        match self {
+            Weights::Each(w) => w.iter().any(|w| *w > 0.0),
+            Weights::Kept(k) => k.contains(&true),
+        }
+    }
+
+    fn len(self) -> usize {
+        match self {
+            Weights::Each(w) => w.len(),
+            Weights::Kept(k) => k.len(),
+        }
+    }
 }
 
 impl<'a> Importance<'a> {
@@ -129,6 +183,7 @@ impl Importance<'_> {
         match self {
             Importance::Equal => 1.0,
             Importance::Each(w) => w[element],
+            Importance::Kept(k) => f32::from(u8::from(k[element])),
             Importance::Inputs(w) => {
                 let after: usize = layout.shape[layout.input + 1..].iter().product();
                 w[element / after % w.len()]
@@ -171,7 +226,8 @@ impl Grouping {
             }
             Group::Channels { size, axis: Axis::Input } => input = size,
         }
-        Grouping::new(layout, &shape, output, input)
+        let grouping = Grouping::new(layout, &shape, output, input)?;
+        Ok(if vector > 1 { Grouping { vector, apart: layout.after_output(), ..grouping } } else { grouping })
     }
 
     /// Groups of so many outputs and inputs.
@@ -197,20 +253,18 @@ impl Grouping {
             run: part * post,
             post,
             input_first,
+            vector: 1,
+            apart: 1,
         })
-    }
-
-    /// The same groups of a tensor that has a further axis, last.
-    pub(super) fn deepened(&self, by: usize) -> Grouping {
-        let mut deep = self.clone();
-        deep.width *= by;
-        deep.run *= by;
-        deep.post *= by;
-        deep
     }
 
     pub(super) fn count(&self) -> usize {
         self.counts.iter().product()
+    }
+
+    /// The number of rows, a multiple of which holds whole vectors.
+    pub(super) fn whole_rows(&self) -> usize {
+        self.apart.div_ceil(self.width)
     }
 
     /// Elements of a group.
@@ -240,19 +294,38 @@ impl Grouping {
         (0..self.rows / stride).map(move |p| p * stride + start..p * stride + start + block)
     }
 
+    /// Whether the elements of a group follow one another, and those of the next group follow them.
+    fn follow(&self) -> bool {
+        let whole_rows = self.across() == 1 && self.rows == self.steps * self.mid;
+        let in_row =
+            self.step * self.mid == 1 && self.rows == self.steps && self.run.is_multiple_of(self.apart);
+        whole_rows || in_row
+    }
+
+    /// Groups that are looked at together: of ones so large that threads would copy most of the weight at once,
+    /// no more than half of it.
+    fn at_once(&self, all: usize, importance: Importance<'_>) -> usize {
+        let size = self.size() * self.vector;
+        let copied = !self.follow() || matches!(importance, Importance::Inputs(_));
+        if copied && size * rayon::current_num_threads() > all / 2 {
+            (all / 2 / size).max(1)
+        } else {
+            self.count()
+        }
+    }
+
     /// Makes something of each group's elements and their importance, on all cores, in order.
     pub(super) fn map<T: Send + Default + Clone, S>(
         &self,
         values: &[f32],
         importance: Importance<'_>,
         scratch: impl Fn() -> S + Sync + Send,
-        make: impl Fn(&mut S, usize, &[f32], Option<&[f32]>) -> T + Sync + Send,
+        make: impl Fn(&mut S, usize, Elements<'_>) -> T + Sync + Send,
     ) -> Vec<T> {
-        let size = self.size();
-        self.map_together(values, importance, scratch, |scratch, first, values, weights, out: &mut [T]| {
+        self.map_together(values, importance, scratch, |scratch, first, of, out: &mut [T]| {
+            let groups = out.len();
             for (i, out) in out.iter_mut().enumerate() {
-                let part = i * size..(i + 1) * size;
-                *out = make(scratch, first + i, &values[part.clone()], weights.map(|w| &w[part]));
+                *out = make(scratch, first + i, of.group(i, groups));
             }
         })
     }
@@ -263,30 +336,45 @@ impl Grouping {
         values: &[f32],
         importance: Importance<'_>,
         scratch: impl Fn() -> S + Sync + Send,
-        make: impl Fn(&mut S, usize, &[f32], Option<&[f32]>, &mut [T]) + Sync + Send,
+        make: impl Fn(&mut S, usize, Elements<'_>, &mut [T]) + Sync + Send,
     ) -> Vec<T> {
         /// Elements that are copied together where groups lie side by side, to use whole cache lines.
         const PANEL: usize = 16;
         /// Elements of groups that are handed out together.
         const TOGETHER: usize = 1 << 13;
+        type State<S> = (S, Gathered<f32>, Gathered<f32>, Gathered<bool>);
         let across = self.across();
-        let panel = if across > 1 { PANEL.div_ceil(self.run).min(across) } else { 1 };
+        let panel = if across > 1 { PANEL.div_ceil(self.run * self.vector).min(across) } else { 1 };
         let mut out = vec![T::default(); self.count()];
-        let start = || (scratch(), Gathered::default(), Gathered::default());
-        let some = |state: &mut (S, Gathered, Gathered), first: usize, out: &mut [T]| {
-            let (scratch, elements, weights) = state;
-            let elements = elements.values(self, values, first, out.len());
-            let weights = weights.importance(self, importance, first, out.len());
-            make(scratch, first, elements, weights, out);
+        let start = || (scratch(), Gathered::default(), Gathered::default(), Gathered::default());
+        let some = |state: &mut State<S>, first: usize, out: &mut [T]| {
+            let (scratch, elements, numbers, kept) = state;
+            let groups = out.len();
+            let (values, apart) = elements.elements(self, values, first, groups);
+            let weights = match importance {
+                Importance::Equal => None,
+                Importance::Inputs(inputs) => {
+                    Some(Weights::Each(numbers.inputs(self, inputs, first, groups)))
+                }
+                Importance::Each(each) if self.vector > 1 => {
+                    Some(Weights::Each(numbers.joined(self, each, first, groups)))
+                }
+                Importance::Each(each) => Some(Weights::Each(numbers.elements(self, each, first, groups).0)),
+                Importance::Kept(mask) => Some(Weights::Kept(kept.elements(self, mask, first, groups).0)),
+            };
+            make(scratch, first, Elements { values, apart, weights }, out);
         };
         if self.follow() || panel == 1 {
-            let together = TOGETHER.div_ceil(self.size());
+            let together = TOGETHER.div_ceil(self.size() * self.vector);
+            let most = self.at_once(values.len(), importance);
             let once = if self.follow() { together } else { 1 };
-            out.par_chunks_mut(together).enumerate().for_each_init(start, |state, (i, out)| {
-                for (j, out) in out.chunks_mut(once).enumerate() {
-                    some(state, i * together + j * once, out);
-                }
-            });
+            for (first, out) in (0..).step_by(most).zip(out.chunks_mut(most)) {
+                out.par_chunks_mut(together).enumerate().for_each_init(start, |state, (i, out)| {
+                    for (j, out) in out.chunks_mut(once).enumerate() {
+                        some(state, first + i * together + j * once, out);
+                    }
+                });
+            }
         } else {
             for (step, out) in out.chunks_mut(across).enumerate() {
                 out.par_chunks_mut(panel)
@@ -296,61 +384,54 @@ impl Grouping {
         }
         out
     }
-
-    /// Whether the elements of a group follow one another, and those of the next group follow them.
-    fn follow(&self) -> bool {
-        let whole_rows = self.across() == 1 && self.rows == self.steps * self.mid;
-        whole_rows || self.step * self.mid == 1 && self.rows == self.steps
-    }
 }
 
 /// Elements of some groups side by side, group after group.
 #[derive(Default)]
-struct Gathered(Vec<f32>);
+struct Gathered<T>(Vec<T>);
 
-impl Gathered {
-    fn values<'a>(&'a mut self, g: &Grouping, values: &'a [f32], first: usize, groups: usize) -> &'a [f32] {
+impl<T: Copy + Default> Gathered<T> {
+    /// The elements, and how far those of a vector are apart; they are copied only where groups are scattered.
+    fn elements<'a>(
+        &'a mut self,
+        g: &Grouping,
+        all: &'a [T],
+        first: usize,
+        groups: usize,
+    ) -> (&'a [T], usize) {
         if g.follow() {
-            let size = g.size();
-            return &values[first * size..(first + groups) * size];
+            let size = g.size() * g.vector;
+            return (&all[first * size..(first + groups) * size], g.apart);
         }
-        self.fill(g, first, groups, |row, columns, to| {
-            let start = row * g.width;
-            to.copy_from_slice(&values[start + columns.start..start + columns.end]);
+        (self.joined(g, all, first, groups), 1)
+    }
+
+    /// A copy in which the elements of a vector are side by side.
+    fn joined(&mut self, g: &Grouping, all: &[T], first: usize, groups: usize) -> &[T] {
+        if g.vector == 1 {
+            self.fill(g, first, groups, 1, |row, columns, to| {
+                let start = row * g.width;
+                to.copy_from_slice(&all[start + columns.start..start + columns.end]);
+            });
+            return &self.0;
+        }
+        self.fill(g, first, groups, g.vector, |row, columns, to| {
+            join(all, row * g.width + columns.start, g.vector, g.apart, to);
         });
         &self.0
     }
 
-    fn importance<'a>(
-        &'a mut self,
-        g: &Grouping,
-        importance: Importance<'a>,
-        first: usize,
-        groups: usize,
-    ) -> Option<&'a [f32]> {
-        match importance {
-            Importance::Equal => return None,
-            Importance::Each(each) => return Some(self.values(g, each, first, groups)),
-            Importance::Inputs(inputs) => self.fill(g, first, groups, |row, columns, to| {
-                if g.input_first {
-                    to.fill(inputs[row / g.mid % g.steps]);
-                } else {
-                    to.iter_mut().zip(columns).for_each(|(to, c)| *to = inputs[c / g.post]);
-                }
-            }),
-        }
-        Some(&self.0)
-    }
-
+    /// `copy` gives so many for each code of a row's columns.
     fn fill(
         &mut self,
         g: &Grouping,
         first: usize,
         groups: usize,
-        mut copy: impl FnMut(usize, Range<usize>, &mut [f32]),
+        each: usize,
+        mut copy: impl FnMut(usize, Range<usize>, &mut [T]),
     ) {
-        let (size, across) = (g.size(), g.across());
-        self.0.resize(size * groups, 0.0);
+        let (size, across) = (g.size() * each, g.across());
+        self.0.resize(size * groups, T::default());
         let mut done = 0;
         while done < groups {
             // Those of one step lie side by side.
@@ -359,11 +440,69 @@ impl Gathered {
             for (i, row) in g.rows_of(step).flatten().enumerate() {
                 for group in 0..beside {
                     let column = (skipped + group) * g.run;
-                    let at = (done + group) * size + i * g.run;
-                    copy(row, column..column + g.run, &mut self.0[at..at + g.run]);
+                    let at = (done + group) * size + i * g.run * each;
+                    copy(row, column..column + g.run, &mut self.0[at..at + g.run * each]);
                 }
             }
             done += beside;
+        }
+    }
+}
+
+impl Gathered<f32> {
+    /// The importance of each code's input.
+    fn inputs(&mut self, g: &Grouping, inputs: &[f32], first: usize, groups: usize) -> &[f32] {
+        self.fill(g, first, groups, 1, |row, columns, to| {
+            if g.input_first {
+                to.fill(inputs[row / g.mid % g.steps]);
+            } else {
+                to.iter_mut().zip(columns).for_each(|(to, c)| *to = inputs[c / g.post]);
+            }
+        });
+        &self.0
+    }
+}
+
+/// Copies vectors from one on, whose elements are `apart`, so that these are side by side.
+pub(super) fn join<T: Copy>(from: &[T], first: usize, vector: usize, apart: usize, mut to: &mut [T]) {
+    if vector == 1 || apart == 1 {
+        let start = first * vector;
+        return to.copy_from_slice(&from[start..start + to.len()]);
+    }
+    let mut next = first;
+    while !to.is_empty() {
+        let (block, at) = (next / apart * vector, next % apart);
+        let count = (apart - at).min(to.len() / vector);
+        let (now, rest) = to.split_at_mut(count * vector);
+        for i in 0..vector {
+            let start = (block + i) * apart + at;
+            let from = &from[start..start + count];
+            now.iter_mut().skip(i).step_by(vector).zip(from).for_each(|(to, x)| *to = *x);
+        }
+        (next, to) = (next + count, rest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vectors_are_joined_from_any_one_on() {
+        for (outputs, apart, vector) in [(8, 3, 2), (8, 3, 4), (4, 1, 2), (6, 5, 1)] {
+            let all: Vec<usize> = (0..2 * outputs * apart).collect();
+            let codes = all.len() / vector;
+            let element = |code: usize, i: usize| (code / apart * vector + i) * apart + code % apart;
+            for first in 0..codes {
+                for count in 0..=codes - first {
+                    let want: Vec<usize> = (first..first + count)
+                        .flat_map(|c| (0..vector).map(move |i| element(c, i)))
+                        .collect();
+                    let mut to = vec![0; count * vector];
+                    join(&all, first, vector, apart, &mut to);
+                    assert_eq!(to, want, "{outputs} {apart} {vector} {first}");
+                }
+            }
         }
     }
 }

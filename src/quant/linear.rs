@@ -4,7 +4,7 @@
 //! The largest element's scale, as others take it, is always among the candidates, so the result is never
 //! worse; candidates for the result are rounded to fp16 before they are compared.
 
-use super::{fp16, histogram::Counter, scheme::Linear};
+use super::{fp16, histogram::Counter, layout::Weights, scheme::Linear};
 
 /// Elements of a group above which only the distinct fp16 values and their numbers are searched.
 const MANY: usize = 1 << 16;
@@ -26,7 +26,7 @@ pub(super) struct Scratch {
 pub(super) fn fit(
     scratch: &mut Scratch,
     values: &[f32],
-    weights: Option<&[f32]>,
+    weights: Option<Weights<'_>>,
     size: usize,
     linear: Linear,
     out: &mut [(f32, i32)],
@@ -34,7 +34,7 @@ pub(super) fn fit(
     let part = |i: usize, n: usize| i * size..(i + n) * size;
     if size > SHORT {
         for (i, out) in out.iter_mut().enumerate() {
-            *out = fit_one(scratch, &values[part(i, 1)], weights.map(|w| &w[part(i, 1)]), linear);
+            *out = fit_one(scratch, &values[part(i, 1)], weights.map(|w| w.part(part(i, 1))), linear);
         }
         return;
     }
@@ -43,7 +43,10 @@ pub(super) fn fit(
         let part = part(i * BESIDE, out.len());
         turn(&values[part.clone()], size, beside);
         let weights = weights.map(|w| {
-            turn(&w[part], size, beside_weights);
+            match w.part(part) {
+                Weights::Each(w) => turn(w, size, beside_weights),
+                Weights::Kept(k) => turn(&ones(k).collect::<Vec<f32>>(), size, beside_weights),
+            }
             relative(beside_weights);
             &**beside_weights
         });
@@ -52,8 +55,13 @@ pub(super) fn fit(
     }
 }
 
-fn fit_one(scratch: &mut Scratch, values: &[f32], weights: Option<&[f32]>, linear: Linear) -> (f32, i32) {
-    let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
+fn fit_one(
+    scratch: &mut Scratch,
+    values: &[f32],
+    weights: Option<Weights<'_>>,
+    linear: Linear,
+) -> (f32, i32) {
+    let weights = weights.filter(|w| w.any());
     let Scratch { counter, values: distinct, weights: relative, .. } = scratch;
     let whole = if values.len() > MANY {
         let histogram = counter.count(values, weights);
@@ -64,15 +72,25 @@ fn fit_one(scratch: &mut Scratch, values: &[f32], weights: Option<&[f32]>, linea
         Whole { values: distinct, weights: Some(relative) }
     } else {
         let weights = weights.map(|w| {
-            // Sums of squares in fp32 have no room for weights of any size.
-            let unit = w.iter().copied().fold(0f32, f32::max);
             relative.clear();
-            relative.extend(w.iter().map(|w| w / unit));
+            match w {
+                Weights::Each(w) => {
+                    // Sums of squares in fp32 have no room for weights of any size.
+                    let unit = w.iter().copied().fold(0f32, f32::max);
+                    relative.extend(w.iter().map(|w| w / unit));
+                }
+                Weights::Kept(k) => relative.extend(ones(k)),
+            }
             &**relative
         });
         Whole { values, weights }
     };
     Search::new(whole, linear).fit()[0]
+}
+
+/// One for what is kept, nothing for the rest.
+fn ones(kept: &[bool]) -> impl Iterator<Item = f32> {
+    kept.iter().map(|k| f32::from(u8::from(*k)))
 }
 
 /// Elements of groups that are `size` long, side by side; where there are fewer groups, the others are zero.

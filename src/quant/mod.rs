@@ -28,6 +28,7 @@ pub mod policy;
 mod raise;
 mod report;
 pub mod scheme;
+mod slabs;
 mod smooth;
 pub mod sparse;
 mod uses;

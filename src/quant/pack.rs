@@ -5,7 +5,14 @@ use super::{
     encoded::{Encoded, pack},
     forms::{Piece, Plan},
 };
-use crate::{bail, error::Result, mil::constant::encode_floats};
+use crate::{
+    bail,
+    error::Result,
+    mil::{
+        DType,
+        constant::{encode_floats, encode_halves},
+    },
+};
 
 /// The bytes of one piece.
 pub(super) fn bytes_of(encoded: &Encoded, plan: &Plan, piece: &Piece) -> Result<Vec<u8>> {
@@ -24,7 +31,10 @@ pub(super) fn bytes_of(encoded: &Encoded, plan: &Plan, piece: &Piece) -> Result<
             }
             pack(&mask.iter().map(|m| u8::from(*m)).collect::<Vec<u8>>(), 1)
         }
-        (Part::Values, Encoded::Dense { values }) => encode_floats(piece.dtype, values)?,
+        (Part::Values, Encoded::Dense { values }) if piece.dtype == DType::F16 => encode_halves(values),
+        (Part::Values, Encoded::Dense { values }) => {
+            encode_floats(piece.dtype, &values.iter().map(|v| v.to_f32()).collect::<Vec<f32>>())?
+        }
         (Part::Codes, Encoded::Linear { codes, .. }) => pack(codes, bits),
         (Part::Scale, Encoded::Linear { scale, .. }) => encode_floats(piece.dtype, &for_all(scale, count))?,
         (Part::Offset, Encoded::Linear { offset, scale, .. }) => {

@@ -27,9 +27,9 @@ pub(super) fn tables(
     importance: Importance<'_>,
 ) -> Vec<Entries> {
     let empty = groups_with_empty_channels(values, layout, grouping);
-    grouping.map(values, importance, Scratch::default, |scratch, group, values, weights| {
+    grouping.map(values, importance, Scratch::default, |scratch, group, of| {
         let Scratch { counter, solver } = scratch;
-        table(counter.count(values, weights), solver, palette, empty[group])
+        table(counter.count(of.values, of.weights), solver, palette, empty[group])
     })
 }
 

@@ -1,10 +1,10 @@
 //! Which elements a sparse weight keeps.
 
+use half::f16;
 use rayon::prelude::*;
 
 use super::{
     encoded::Encoded,
-    fp16,
     grid::Grid,
     layout::{Importance, Layout},
     scheme::{Scheme, Sparse},
@@ -20,19 +20,21 @@ pub(super) fn encode(
     importance: Option<&[f32]>,
 ) -> Result<Encoded> {
     let mask = mask(values, layout, sparse, importance)?;
-    let kept = |values: &[f32]| values.iter().zip(&mask).filter(|(_, k)| **k).map(|(v, _)| *v).collect();
     if let Scheme::Dense = inner {
-        let mut values: Vec<f32> = kept(values);
-        values.par_iter_mut().for_each(|v| *v = fp16::round(*v));
-        return Ok(Encoded::Sparse { mask, inner: Box::new(Encoded::Dense { values }) });
+        let mut kept = Vec::with_capacity(mask.iter().filter(|k| **k).count());
+        kept.extend(values.iter().zip(&mask).filter(|(_, k)| **k).map(|(v, _)| f16::from_f32(*v)));
+        return Ok(Encoded::Sparse { mask, inner: Box::new(Encoded::Dense { values: kept }) });
     }
-    let grid = {
-        let importance = Importance::new(importance, layout)?;
-        let weights: Vec<f32> = (0..values.len())
-            .into_par_iter()
-            .map(|i| if mask[i] { importance.of(i, layout).max(f32::MIN_POSITIVE) } else { 0.0 })
-            .collect();
-        Grid::fit(values, layout, inner, Some(&weights))?
+    inner.fits(layout)?;
+    let grid = match Importance::new(importance, layout)? {
+        Importance::Equal => Grid::search(values, layout, inner, Importance::Kept(&mask))?,
+        importance => {
+            let weights: Vec<f32> = (0..values.len())
+                .into_par_iter()
+                .map(|i| if mask[i] { importance.of(i, layout).max(f32::MIN_POSITIVE) } else { 0.0 })
+                .collect();
+            Grid::search(values, layout, inner, Importance::Each(&weights))?
+        }
     };
     let mut encoded = grid.encode(values)?;
     if let Encoded::Linear { codes, .. } | Encoded::Palette { indices: codes, .. } = &mut encoded {

@@ -3,11 +3,11 @@
 //! Vectors are neighbours along the output axis, and count by the mean importance of their elements. Starts are
 //! drawn in proportion to the error so far, by numbers that are the same each time.
 
-use std::{cmp::Ordering, collections::BTreeSet};
+use std::{array, cmp::Ordering, collections::BTreeSet};
 
 use super::{
     fp16,
-    layout::{Grouping, Importance, Layout},
+    layout::{Elements, Grouping, Importance, Weights, join},
     palette::{Entries, int8},
     scheme::Palette,
 };
@@ -21,49 +21,27 @@ const FINAL_ROUNDS: usize = 3;
 /// The table of each group of vectors.
 pub(super) fn tables(
     values: &[f32],
-    layout: Layout<'_>,
     palette: Palette,
     grouping: &Grouping,
     importance: Importance<'_>,
 ) -> Vec<Entries> {
-    let apart = layout.after_output();
-    let side_by_side = joined(values, palette.vector, apart);
-    let weights = match importance {
-        Importance::Equal => None,
-        _ => {
-            let each: Vec<f32> = (0..values.len()).map(|i| importance.of(i, layout)).collect();
-            Some(joined(&each, palette.vector, apart))
-        }
-    };
-    let importance = weights.as_deref().map_or(Importance::Equal, Importance::Each);
-    grouping.deepened(palette.vector).map(
-        &side_by_side,
+    grouping.map(
+        values,
         importance,
         || (),
-        |(), _, values, weights| match palette.vector {
-            2 => table::<2>(values, weights, palette),
-            _ => table::<4>(values, weights, palette),
+        |(), _, of| match palette.vector {
+            2 => table::<2>(of, palette),
+            _ => table::<4>(of, palette),
         },
     )
 }
 
-/// The elements of each vector side by side, which were `apart`.
-pub(super) fn joined(values: &[f32], vector: usize, apart: usize) -> Vec<f32> {
-    let mut out = vec![0.0; values.len()];
-    for (from, to) in values.chunks(vector * apart).zip(out.chunks_mut(vector * apart)) {
-        for (i, from) in from.chunks(apart).enumerate() {
-            from.iter().enumerate().for_each(|(j, x)| to[j * vector + i] = *x);
-        }
-    }
-    out
-}
-
-fn table<const V: usize>(values: &[f32], weights: Option<&[f32]>, palette: Palette) -> Entries {
-    let (vectors, _) = values.as_chunks::<V>();
-    let mean = |w: &[f32; V]| w.iter().map(|w| f64::from(*w)).sum::<f64>() / V as f64;
-    let weights: Option<Vec<f64>> = weights.map(|w| w.as_chunks::<V>().0.iter().map(mean).collect());
-    let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
-    let points = Points { vectors, weights: weights.as_deref() };
+fn table<const V: usize>(of: Elements<'_>, palette: Palette) -> Entries {
+    let weights = match of.weights {
+        Some(Weights::Each(w)) => Some(w),
+        Some(Weights::Kept(_)) | None => None,
+    };
+    let points = Points::<V>::new(of.values, of.apart, weights);
     let mut entries = points.table(palette.entries());
     entries.resize(palette.entries(), entries.last().copied().unwrap_or([0.0; V]));
     let flat = entries.as_flattened();
@@ -75,34 +53,73 @@ fn table<const V: usize>(values: &[f32], weights: Option<&[f32]>, palette: Palet
 }
 
 struct Points<'a, const V: usize> {
-    vectors: &'a [[f32; V]],
-    weights: Option<&'a [f64]>,
+    values: &'a [f32],
+    /// Elements between neighbours of a vector.
+    apart: usize,
+    /// One number for each vector or for each of its elements, of which the mean counts.
+    weights: Option<&'a [f32]>,
+    /// Numbers of importance of a vector.
+    each: usize,
 }
 
-impl<const V: usize> Points<'_, V> {
+/// Kept apart from the loops that ask for it, which mostly have no weights.
+#[inline(never)]
+fn mean_of(weights: &[f32], i: usize, each: usize) -> f64 {
+    weights[i * each..(i + 1) * each].iter().map(|w| f64::from(*w)).sum::<f64>() / each as f64
+}
+
+impl<'a, const V: usize> Points<'a, V> {
+    fn new(values: &'a [f32], apart: usize, weights: Option<&'a [f32]>) -> Points<'a, V> {
+        let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
+        Points { values, apart, weights, each: weights.map_or(1, |w| w.len() * V / values.len()) }
+    }
+
     fn table(&self, entries: usize) -> Vec<[f32; V]> {
         if let Some(distinct) = self.distinct(entries) {
             return distinct;
         }
-        let every = self.vectors.len().div_ceil(SAMPLE);
+        let every = self.len().div_ceil(SAMPLE);
         if every == 1 {
             return self.improved(self.start(entries), ROUNDS);
         }
-        let vectors: Vec<[f32; V]> = self.vectors.iter().step_by(every).copied().collect();
-        let weights: Option<Vec<f64>> = self.weights.map(|w| w.iter().step_by(every).copied().collect());
-        let weights = weights.filter(|w| w.iter().any(|w| *w > 0.0));
-        let sample = Points { vectors: &vectors, weights: weights.as_deref() };
+        let vectors: Vec<[f32; V]> = (0..self.len()).step_by(every).map(|i| self.vector(i)).collect();
+        let weights: Option<Vec<f32>> =
+            self.weights.map(|w| w.chunks(self.each).step_by(every).flatten().copied().collect());
+        let sample = Points::new(vectors.as_flattened(), 1, weights.as_deref());
         self.improved(sample.improved(sample.start(entries), ROUNDS), FINAL_ROUNDS)
     }
 
+    fn len(&self) -> usize {
+        self.values.len() / V
+    }
+
+    fn vector(&self, i: usize) -> [f32; V] {
+        let first = i / self.apart * self.apart * V + i % self.apart;
+        array::from_fn(|v| self.values[first + v * self.apart])
+    }
+
+    /// All of them in order, some at a time, after how many come before.
+    fn pieces(&self, mut each: impl FnMut(usize, &[[f32; V]])) {
+        const PIECE: usize = 1 << 9;
+        if self.apart == 1 {
+            return each(0, self.values.as_chunks().0);
+        }
+        let mut piece = vec![[0.0; V]; PIECE.min(self.len())];
+        for first in (0..self.len()).step_by(PIECE) {
+            let vectors = &mut piece[..PIECE.min(self.len() - first)];
+            join(self.values, first, V, self.apart, vectors.as_flattened_mut());
+            each(first, vectors);
+        }
+    }
+
     fn weight(&self, i: usize) -> f64 {
-        self.weights.map_or(1.0, |w| w[i])
+        self.weights.map_or(1.0, |w| mean_of(w, i, self.each))
     }
 
     /// The vectors themselves where they are few.
     fn distinct(&self, most: usize) -> Option<Vec<[f32; V]>> {
         let mut seen = BTreeSet::new();
-        for vector in self.vectors {
+        for vector in (0..self.len()).map(|i| self.vector(i)) {
             seen.insert(vector.map(|x| Ordered(x + 0.0)));
             if seen.len() > most {
                 return None;
@@ -114,7 +131,7 @@ impl<const V: usize> Points<'_, V> {
     /// Vectors drawn one by one, each in proportion to its error so far.
     fn start(&self, entries: usize) -> Vec<[f32; V]> {
         let mut draw = Draw(0x5eed);
-        let mut least = vec![f64::INFINITY; self.vectors.len()];
+        let mut least = vec![f64::INFINITY; self.len()];
         let mut found: Vec<[f32; V]> = Vec::with_capacity(entries);
         while found.len() < entries {
             let error = |i: usize, least: f64| self.weight(i) * if least.is_finite() { least } else { 1.0 };
@@ -124,11 +141,13 @@ impl<const V: usize> Points<'_, V> {
                 left -= error(i, *l);
                 left < 0.0
             });
-            let centre = self.vectors[drawn.unwrap_or(self.vectors.len() - 1)];
+            let centre = self.vector(drawn.unwrap_or(self.len() - 1));
             found.push(centre);
-            for (least, vector) in least.iter_mut().zip(self.vectors) {
-                *least = least.min(f64::from(distance(vector, &centre)));
-            }
+            self.pieces(|first, vectors| {
+                for (least, vector) in least[first..].iter_mut().zip(vectors) {
+                    *least = least.min(f64::from(distance(vector, &centre)));
+                }
+            });
         }
         found
     }
@@ -140,16 +159,21 @@ impl<const V: usize> Points<'_, V> {
             let lookup = Lookup::new(&entries);
             let mut sums = vec![([0f64; V], 0f64); entries.len()];
             let (mut total, mut worst) = (0.0, (0.0, 0));
-            for (i, vector) in self.vectors.iter().enumerate() {
-                let (weight, at) = (self.weight(i), lookup.nearest(vector));
-                let error = weight * f64::from(distance(vector, &entries[at]));
-                total += error;
-                if error > worst.0 {
-                    worst = (error, i);
+            self.pieces(|first, vectors| {
+                // What is added to in every round stays in registers.
+                let (mut error_so_far, mut largest) = (total, worst);
+                for (i, vector) in (first..).zip(vectors) {
+                    let (weight, at) = (self.weight(i), lookup.nearest(vector));
+                    let error = weight * f64::from(distance(vector, &entries[at]));
+                    error_so_far += error;
+                    if error > largest.0 {
+                        largest = (error, i);
+                    }
+                    sums[at].1 += weight;
+                    sums[at].0.iter_mut().zip(vector).for_each(|(s, x)| *s += weight * f64::from(*x));
                 }
-                sums[at].1 += weight;
-                sums[at].0.iter_mut().zip(vector).for_each(|(s, x)| *s += weight * f64::from(*x));
-            }
+                (total, worst) = (error_so_far, largest);
+            });
             if total >= last * (1.0 - 1e-4) {
                 break;
             }
@@ -160,7 +184,7 @@ impl<const V: usize> Points<'_, V> {
                     *entry = sum.map(|s| (s / weight) as f32);
                 } else if !std::mem::replace(&mut moved, true) {
                     // An entry that nothing needs goes where the error is largest.
-                    *entry = self.vectors[worst.1];
+                    *entry = self.vector(worst.1);
                 }
             }
         }
@@ -188,7 +212,7 @@ impl<const V: usize> Lookup<V> {
         let group = |e: &[[f32; V]]| {
             // What fills the last group up is never the first of the nearest.
             let one = |lane: usize| e[lane.min(e.len() - 1)];
-            std::array::from_fn(|v| std::array::from_fn(|lane| one(lane)[v]))
+            array::from_fn(|v| array::from_fn(|lane| one(lane)[v]))
         };
         Lookup { entries: entries.chunks(LANES).map(group).collect() }
     }

@@ -656,7 +656,10 @@ fn run(encoded: &Encoded, weight: &Weight) -> silane::Result<Vec<f32>> {
     };
     let kept = |count: usize| if given.is_some() { vec![count] } else { weight.shape.clone() };
     let values: In = match dense {
-        Encoded::Dense { values } => halves(&kept(values.len()), values).into(),
+        Encoded::Dense { values } => {
+            let values: Vec<f32> = values.iter().map(|v| v.to_f32()).collect();
+            halves(&kept(values.len()), &values).into()
+        }
         Encoded::Linear { codes, scale, offset, scale_shape, linear } => {
             let dtype = integer(linear.bits, linear.signed);
             let data = packed(dtype, &kept(codes.len()), codes);
