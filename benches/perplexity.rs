@@ -1,28 +1,46 @@
-//! What quantization costs a language model: perplexity and true bits a weight, scheme by scheme.
+//! What quantization costs a language model: perplexity, divergence and true bits a weight, scheme by scheme.
 //!
 //! ```text
 //! cargo bench --profile dev --bench perplexity -- CHECKPOINT [TOKENS TO CALIBRATE ON [TOKENS TO FORESEE [ROWS]]]
 //! ```
 //!
-//! Calibrated on the first two chapters of a novel, measured on those from the third on. Every weight that
-//! is multiplied, and the table of words, goes through `quant` as a weight of a program; what is read back is
-//! run by the reference, a row of 512 tokens at a time. ROWS is a part of the names of rows that are wanted.
+//! Calibrated on the first two chapters of a novel, schemes chosen on the 1,024 tokens after those, measured on
+//! the chapters from the third on. Every weight that is multiplied, and the table of words, goes through `quant`
+//! as a weight of a program; what is read back is run by the reference, a row of 512 tokens at a time. Divergence
+//! is that of predictions from the unquantized model's, in nats a token; what is measured before, on the
+//! tokens that schemes are chosen on, stands beside it. ROWS is a part of the names of rows that are wanted.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a bench reports, and fails by panicking")]
+#![expect(clippy::cast_precision_loss, reason = "there are some thousand tokens")]
 
-use std::{collections::BTreeMap, io::Write, sync::Arc, time::Instant};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    io::Write,
+    sync::Arc,
+    time::Instant,
+};
 
+use half::f16;
 use silane::{
     checkpoint::Checkpoint,
     graph::{Builder, In},
     mil::{DType, Program, Type, Weight, constant::encode_floats},
     ops::Opset,
     quant::{
-        self, Budget, Calibration, Choices, Inputs, Method, Options, Policy, Report, Scheme, candidates,
+        self, Allocation, Budget, Calibration, Choices, Inputs, Method, Options, Policy, Report, Scheme,
+        candidates,
     },
-    reference::{Decoder, Wanted},
+    reference::{Decoder, Predictions, Wanted},
 };
 
 const ROW: usize = 512;
+/// Tokens by which schemes are chosen, and of them those on which each weight is tried.
+const HELD: usize = 1024;
+const MEASURED: usize = 256;
+/// Of so many predictions one is compared there.
+const EVERY: usize = 2;
+const OPTIONS: Options =
+    Options { target: quant::Target::Ane, allow_slow: true, recompress: false, trusted: true };
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
@@ -35,156 +53,202 @@ fn main() {
     let text = include_str!("text/moby-dick.txt");
     let (before, after) = text.split_once("CHAPTER 3.").unwrap();
     let tokenizer = checkpoint.tokenizer().unwrap();
-    let rows = |text: &str, most: usize| -> Vec<Vec<u32>> {
-        let ids = tokenizer.encode(text).unwrap().ids;
-        ids[..ids.len().min(most)].chunks(ROW).filter(|r| r.len() > 1).map(<[u32]>::to_vec).collect()
+    let rows = |text: &str| -> Vec<Vec<u32>> {
+        tokenizer.encode_rows(text, ROW).unwrap().into_iter().map(|e| e.ids).collect()
     };
-    let (taught, asked) = (rows(before, number(1, 4096)), rows(after, number(2, 3072)));
-    let mut decoder = Decoder::open(&checkpoint).unwrap();
-    let mut bench = Bench::new(&mut decoder);
+    let (mut taught, mut asked) = (rows(before), rows(after));
+    let mut held = taught.split_off((number(1, 4096) / ROW).min(taught.len() - HELD / ROW));
+    held.truncate(HELD / ROW);
+    asked.truncate(number(2, 3072) / ROW);
+    let bench = Bench::new(&Decoder::open(&checkpoint).unwrap(), &held, &asked);
     let count = |rows: &[Vec<u32>]| rows.iter().map(Vec::len).sum::<usize>();
     println!("{folder}: calibrated on {} tokens, measured on {}", count(&taught), count(&asked));
-    println!("{:<26} {:>8} {:>10} {:>9} {:>9}", "weights", "bits", "perplexity", "foreseen", "seconds");
-    let plain = bench.perplexity(&decoder, &asked);
-    show("fp32", 32.0, plain, None, 0.0);
+    println!(
+        "{:<28} {:>7} {:>10} {:>10} {:>8} {:>7}",
+        "weights", "bits", "perplexity", "divergence", "before", "seconds"
+    );
+    show("fp32", 32.0, bench.measure(&bench.original), None, 0.0);
 
     let start = Instant::now();
-    let given = decoder.observe(&taught, Wanted::Hessians).unwrap().given;
-    let inputs = given.iter().map(|(name, given)| {
-        let inputs = Inputs {
-            moments: given.moments.clone(),
-            hessian: given.hessian.clone(),
-            magnitudes: given.magnitudes.clone(),
-        };
-        (name.clone(), Arc::new(inputs))
-    });
-    let mut gptq = Calibration { method: Method::Feedback, inputs: inputs.collect(), costs: BTreeMap::new() };
-    println!("(calibration: {:.0} s)", start.elapsed().as_secs_f64());
+    let gptq = Arc::new(bench.learn(&taught, &held[0][..MEASURED]));
+    println!("(what is learnt: {:.0} s)", start.elapsed().as_secs_f64());
+    let importance = Arc::new(Calibration { method: Method::Importance, ..(*gptq).clone() });
     let start = Instant::now();
-    let short = &taught[0][..taught[0].len().min(256)];
-    gptq.learn_costs(&"lut4:g16".parse().unwrap(), |tried| decoder.costs(short, tried)).unwrap();
-    println!("(costs: {:.0} s)", start.elapsed().as_secs_f64());
-    let importance = Arc::new(Calibration { method: Method::Importance, ..gptq.clone() });
-    let gptq = Arc::new(gptq);
-
-    let options = Options { allow_slow: true, trusted: true, ..Options::default() };
     let schemes = candidates(Opset::Ios18).unwrap();
-    let start = Instant::now();
-    let choices = Choices::measure(&[&bench.program], &schemes, options, &importance).unwrap();
+    let choices = Choices::measure(&[&bench.program], &schemes, OPTIONS, &gptq).unwrap();
     println!("(choices: {:.0} s)", start.elapsed().as_secs_f64());
-    let mut one = |name: &str, policy: &Policy, how: Option<&Arc<Calibration>>, foreseen: Option<f64>| {
-        if args.get(3).is_some_and(|part| !name.contains(part.as_str())) {
-            return;
-        }
+
+    let wanted = |name: &str| args.get(3).is_none_or(|part| name.contains(part.as_str()));
+    let row = |name: &str, policy: &Policy, how: Option<&Arc<Calibration>>, before: Option<f64>| {
         let start = Instant::now();
-        let bits = bench.quantize(&mut decoder, policy, options, how);
-        let perplexity = bench.perplexity(&decoder, &asked);
-        show(name, bits, perplexity, foreseen, start.elapsed().as_secs_f64());
+        let (decoder, bits) = bench.quantize(policy, how);
+        show(name, bits, bench.measure(&decoder), before, start.elapsed().as_secs_f64());
     };
-    let scheme = |text: &str| text.parse::<Scheme>().unwrap();
-    let uniform = |text: &str| Policy::uniform(scheme(text));
-    let foreseen = |text: &str| Some(choices.uniform(&scheme(text)).1);
-    one("fp16", &uniform("fp16"), None, None);
-    one("lut4:g16 plain", &uniform("lut4:g16"), None, None);
-    one("lut4:g16 importance", &uniform("lut4:g16"), Some(&importance), None);
-    one("int4 plain", &uniform("int4"), None, None);
-    one("int4 gptq", &uniform("int4"), Some(&gptq), None);
-    for text in ["lut4:g16", "lut6:g16", "int8"] {
-        one(&format!("{text} gptq"), &uniform(text), Some(&gptq), foreseen(text));
-        let (bytes, _) = choices.uniform(&scheme(text));
-        let chosen = choices.within(Budget::Bytes(bytes)).unwrap();
-        one(&format!("no larger than {text} gptq"), &chosen.policy, Some(&gptq), Some(chosen.loss));
+    let uniform = |text: &str, how: &str| {
+        let (name, policy) = (format!("{text} {how}"), Policy::uniform(text.parse().unwrap()));
+        let by = [("importance", &importance), ("gptq", &gptq)].into_iter().find(|h| h.0 == how);
+        if wanted(&name) {
+            row(name.trim(), &policy, by.map(|b| b.1), None);
+        }
+    };
+    let chosen = |name: &str, budget: Budget| {
+        if wanted(name) {
+            let chosen = choices.nearest(budget, |tried| bench.cost(&gptq, tried)).unwrap();
+            row(name, &chosen.policy, Some(&gptq), chosen.measured);
+        }
+    };
+    uniform("fp16", "");
+    for scheme in ["int8", "lut6:g16", "lut4:g16", "int4", "lut3:g16"] {
+        for how in ["", "importance", "gptq"] {
+            uniform(scheme, how);
+        }
+        let (bytes, _) = choices.uniform(&scheme.parse::<Scheme>().unwrap());
+        chosen(&format!("no larger than {scheme} gptq"), Budget::Bytes(bytes));
     }
-    for budget in [4.0, 4.5, 5.0, 5.5, 6.0] {
-        let chosen = choices.within(Budget::BitsPerWeight(budget)).unwrap();
-        one(&format!("budget {budget} gptq"), &chosen.policy, Some(&gptq), Some(chosen.loss));
+    for bits in [4.0, 4.5, 5.0, 5.5, 6.0] {
+        chosen(&format!("budget {bits} gptq"), Budget::BitsPerWeight(bits));
     }
-    one("lut6:g16 plain", &uniform("lut6:g16"), None, None);
-    one("int8 plain", &uniform("int8"), None, None);
-    one("lut3:g16 gptq", &uniform("lut3:g16"), Some(&gptq), foreseen("lut3:g16"));
 }
 
-fn show(name: &str, bits: f64, perplexity: f64, foreseen: Option<f64>, seconds: f64) {
-    let foreseen = foreseen.map_or("-".into(), |f| format!("{f:.4}"));
-    println!("{name:<26} {bits:>8.3} {perplexity:>10.4} {foreseen:>9} {seconds:>9.0}");
+fn show(name: &str, bits: f64, (perplexity, divergence): (f64, f64), before: Option<f64>, seconds: f64) {
+    let before = before.map_or("-".into(), |f| format!("{f:.5}"));
+    println!("{name:<28} {bits:>7.3} {perplexity:>10.4} {divergence:>10.5} {before:>8} {seconds:>7.0}");
     std::io::stdout().flush().unwrap();
 }
 
-/// A program that holds the weights of a model, and the model.
+/// A model, a program that holds its weights, and what it predicts.
 struct Bench {
+    original: Decoder,
     program: Program,
-    originals: BTreeMap<String, Arc<Vec<f32>>>,
+    held: Vec<(Vec<u32>, Predictions)>,
+    asked: Vec<(Vec<u32>, Predictions)>,
+    /// Weights that were compressed, by name, scheme and method.
+    known: RefCell<HashMap<String, Arc<Vec<f16>>>>,
 }
 
 impl Bench {
-    fn new(decoder: &mut Decoder) -> Bench {
-        let mut b = Builder::new(Opset::Ios18);
-        let mut originals = BTreeMap::new();
-        let ids = b.input("ids", Type::tensor(DType::I32, [1, 4])).unwrap();
-        let weights = decoder.weights();
-        for (i, (name, [out, width])) in weights.iter().enumerate() {
-            let values = Arc::new(decoder.weight(name).unwrap());
-            let weight = |shape: Vec<usize>| {
-                let values = Arc::clone(&values);
-                let bytes = move || Ok(encode_floats(DType::F16, &values)?.into());
-                Weight::new(format!("ckpt:{name} | fp16"), DType::F16, shape, bytes)
+    fn new(original: &Decoder, held: &[Vec<u32>], asked: &[Vec<u32>]) -> Bench {
+        let mut original = original.clone();
+        let predicted = |rows: &[Vec<u32>], every: usize| -> Vec<(Vec<u32>, Predictions)> {
+            rows.iter().map(|row| (row.clone(), original.predictions(row, every).unwrap())).collect()
+        };
+        let (held, asked) = (predicted(held, EVERY), predicted(asked, 1));
+        Bench { program: program(&mut original), original, held, asked, known: RefCell::default() }
+    }
+
+    fn learn(&self, taught: &[Vec<u32>], row: &[u32]) -> Calibration {
+        let mut decoder = self.original.clone();
+        let given = decoder.observe(taught, Wanted::Hessians).unwrap().given;
+        let inputs = given.iter().map(|(name, given)| {
+            let inputs = Inputs {
+                moments: given.moments.clone(),
+                hessian: given.hessian.clone(),
+                magnitudes: given.magnitudes.clone(),
             };
-            // The words come first; a head of its own is told by its name.
-            let tied = i == 0 && !weights.iter().any(|(n, _)| n.contains("head") || n.contains("embed_out"));
-            if i == 0 {
-                let params =
-                    [("x", weight(vec![*out, *width]).into()), ("indices", ids.into()), ("axis", 0.into())];
-                b.op("gather", name, params).unwrap();
-            }
-            if i > 0 || tied {
-                let x = b.input(&format!("x{i}"), Type::tensor(DType::F16, [1, *width, 1, 1])).unwrap();
-                let params: [(&str, In); 7] = [
-                    ("x", x.into()),
-                    ("weight", weight(vec![*out, *width, 1, 1]).into()),
-                    ("strides", [1, 1].into()),
-                    ("pad_type", "valid".into()),
-                    ("pad", [0, 0, 0, 0].into()),
-                    ("dilations", [1, 1].into()),
-                    ("groups", 1.into()),
-                ];
-                b.op("conv", &format!("{name}.conv"), params).unwrap();
-            }
-            originals.insert(name.clone(), values);
-        }
-        let program =
-            Program { functions: [("main".to_string(), b.finish(vec![]))].into(), ..Program::default() };
-        Bench { program, originals }
+            (name.clone(), Arc::new(inputs))
+        });
+        let (method, inputs) = (Method::Feedback, inputs.collect());
+        let mut calibration = Calibration { method, inputs, costs: BTreeMap::new() };
+        let probes = quant::probes(Opset::Ios18).unwrap();
+        calibration.learn_costs(&probes, |tried| decoder.costs(row, EVERY, tried)).unwrap();
+        calibration
     }
 
     /// Puts what would be read back into the model; gives the bits of a weight.
-    fn quantize(
-        &self,
-        decoder: &mut Decoder,
-        policy: &Policy,
-        options: Options,
-        how: Option<&Arc<Calibration>>,
-    ) -> f64 {
+    fn quantize(&self, policy: &Policy, how: Option<&Arc<Calibration>>) -> (Decoder, f64) {
         let mut program = self.program.clone();
-        let report: Report = quant::apply_calibrated(&mut program, policy, options, how).unwrap();
-        for (name, values) in &self.originals {
+        let report: Report = quant::apply_calibrated(&mut program, policy, OPTIONS, how).unwrap();
+        let mut decoder = self.original.clone();
+        for (name, _) in decoder.weights() {
             let place = name.replace('.', "_");
             let entry = report.tensors.iter().find(|e| {
                 e.name.strip_prefix(&place).is_some_and(|rest| ["_x", "_conv_weight"].contains(&rest))
             });
             let new = match entry {
-                Some(entry) => entry.values().unwrap().0,
-                None => values.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect(),
+                Some(entry) => {
+                    let method = how.map_or("plain", |how| how.method.name());
+                    self.known(&name, &entry.scheme, method, || entry.values().unwrap().0)
+                }
+                None => decoder.weight(&name).unwrap().iter().map(|v| f16::from_f32(*v).to_f32()).collect(),
             };
-            decoder.replace(name, new).unwrap();
+            decoder.replace(&name, new).unwrap();
         }
-        report.bits_per_weight().1
+        (decoder, report.bits_per_weight().1)
     }
 
-    fn perplexity(&mut self, decoder: &Decoder, rows: &[Vec<u32>]) -> f64 {
-        let sums = rows.iter().map(|row| decoder.surprise(row).unwrap());
-        let (sum, n) = sums.fold((0.0, 0), |a, b| (a.0 + b.0, a.1 + b.1));
-        #[expect(clippy::cast_precision_loss, reason = "there are some thousand tokens")]
-        let mean = sum / n as f64;
-        mean.exp()
+    fn known(&self, name: &str, scheme: &Scheme, method: &str, make: impl FnOnce() -> Vec<f32>) -> Vec<f32> {
+        let key = format!("{name} {scheme} {method}");
+        let known = self.known.borrow().get(&key).cloned();
+        let known = known.unwrap_or_else(|| {
+            let made: Arc<Vec<f16>> = Arc::new(make().into_iter().map(f16::from_f32).collect());
+            self.known.borrow_mut().insert(key, Arc::clone(&made));
+            made
+        });
+        known.iter().map(|v| v.to_f32()).collect()
     }
+
+    /// Perplexity, and divergence from the original.
+    fn measure(&self, decoder: &Decoder) -> (f64, f64) {
+        let (mut surprise, mut tokens, mut off, mut places) = (0.0, 0, 0.0, 0);
+        for (row, before) in &self.asked {
+            let after = decoder.predictions(row, 1).unwrap();
+            let (sum, n) = after.surprise(row).unwrap();
+            (surprise, tokens) = (surprise + sum, tokens + n);
+            (off, places) = (off + before.divergence(&after) * row.len() as f64, places + row.len());
+        }
+        ((surprise / tokens as f64).exp(), off / places as f64)
+    }
+
+    /// The divergence of a choice, on the tokens that are held back for it.
+    fn cost(&self, how: &Calibration, tried: &Allocation) -> silane::error::Result<f64> {
+        let mut decoder = self.original.clone();
+        for (name, shape) in decoder.weights() {
+            let Some(scheme) = tried.scheme(&name) else { continue };
+            let (values, looked_up) = (self.original.clone().weight(&name)?, decoder.looks_up(&name));
+            let make = || how.compressed(&name, &values, shape, looked_up, scheme).unwrap();
+            let new = self.known(&name, scheme, how.method.name(), make);
+            decoder.replace(&name, new)?;
+        }
+        let (mut off, mut places) = (0.0, 0);
+        for (row, before) in &self.held {
+            let after = decoder.predictions(row, EVERY)?;
+            (off, places) = (off + before.divergence(&after) * row.len() as f64, places + row.len());
+        }
+        Ok(off / places as f64)
+    }
+}
+
+fn program(decoder: &mut Decoder) -> Program {
+    let mut b = Builder::new(Opset::Ios18);
+    let ids = b.input("ids", Type::tensor(DType::I32, [1, 4])).unwrap();
+    let weights = decoder.weights();
+    for (i, (name, [out, width])) in weights.iter().enumerate() {
+        let values = Arc::new(decoder.weight(name).unwrap());
+        let weight = |shape: Vec<usize>| {
+            let values = Arc::clone(&values);
+            let bytes = move || Ok(encode_floats(DType::F16, &values)?.into());
+            Weight::new(format!("ckpt:{name} | fp16"), DType::F16, shape, bytes)
+        };
+        // The words come first; a head of its own is told by its name.
+        let tied = i == 0 && !weights.iter().any(|(n, _)| n.contains("head") || n.contains("embed_out"));
+        if i == 0 {
+            let params =
+                [("x", weight(vec![*out, *width]).into()), ("indices", ids.into()), ("axis", 0.into())];
+            b.op("gather", name, params).unwrap();
+        }
+        if i > 0 || tied {
+            let x = b.input(&format!("x{i}"), Type::tensor(DType::F16, [1, *width, 1, 1])).unwrap();
+            let params: [(&str, In); 7] = [
+                ("x", x.into()),
+                ("weight", weight(vec![*out, *width, 1, 1]).into()),
+                ("strides", [1, 1].into()),
+                ("pad_type", "valid".into()),
+                ("pad", [0, 0, 0, 0].into()),
+                ("dilations", [1, 1].into()),
+                ("groups", 1.into()),
+            ];
+            b.op("conv", &format!("{name}.conv"), params).unwrap();
+        }
+    }
+    Program { functions: [("main".to_string(), b.finish(vec![]))].into(), ..Program::default() }
 }

@@ -26,6 +26,16 @@ pub fn talk(text: impl Display) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
+/// How far a long piece of work is, in place on a terminal and nowhere else; the last leaves nothing behind.
+pub fn progress(done: usize, all: usize, what: &str) {
+    let mut err = io::stderr().lock();
+    if err.is_terminal() {
+        let text = if done < all { format!("  {done} of {all} {what}") } else { String::new() };
+        let _ = write!(err, "\r{text}\x1b[K");
+        let _ = err.flush();
+    }
+}
+
 /// Something the user may want to act on.
 pub fn note(text: impl Display) {
     talk(format_args!("{} {text}", paint("note:", "36")));

@@ -97,6 +97,15 @@ impl Tokenizer {
         self.cut(text, length).map(Encoding::from).map_err(failed)
     }
 
+    /// The ids of a long text in rows of `length` tokens, the last shorter; each has the special tokens of a text.
+    pub fn encode_rows(&self, text: &str, length: usize) -> Result<Vec<Encoding>> {
+        let mut first = self.inner.encode(text, false).map_err(failed)?;
+        first.truncate(self.without_special(length).max(1), 0, TruncationDirection::Right);
+        let rest = first.take_overflowing();
+        let row = |row| self.inner.post_process(row, None, true).map(Encoding::from).map_err(failed);
+        [first].into_iter().chain(rest).map(row).collect()
+    }
+
     /// Several texts, cut and padded to `length`, or padded to the longest of them.
     pub fn encode_batch(&self, texts: &[&str], length: Option<usize>) -> Result<Vec<Encoding>> {
         let mut batch = Vec::with_capacity(texts.len());
@@ -127,10 +136,14 @@ impl Tokenizer {
     }
 
     fn cut(&self, text: &str, length: usize) -> tokenizers::Result<tokenizers::Encoding> {
-        let special = self.inner.get_post_processor().map_or(0, |p| p.added_tokens(false));
         let mut encoded = self.inner.encode(text, false)?;
-        encoded.truncate(length.saturating_sub(special), 0, TruncationDirection::Right);
+        encoded.truncate(self.without_special(length), 0, TruncationDirection::Right);
         self.inner.post_process(encoded, None, true)
+    }
+
+    /// How many of so many tokens are the text's own.
+    fn without_special(&self, length: usize) -> usize {
+        length.saturating_sub(self.inner.get_post_processor().map_or(0, |p| p.added_tokens(false)))
     }
 }
 

@@ -13,15 +13,19 @@ use crate::{
     error::{Result, io},
     mil::Program,
     ops::Opset,
-    quant::{self, Budget, Calibration, Choices, Inputs, Method, Policy},
+    quant::{self, Budget, Calibration, Choices, Inputs, Method, Policy, Trial},
     reference::{Decoder, Divisors, Given, Wanted},
     ui,
 };
 
 /// Tokens of a row of calibration text.
 const ROW: usize = 512;
-/// Tokens on which it is measured what rounding each weight costs.
+/// Tokens by which schemes are chosen; nothing else is learnt from them.
+const HELD: usize = 1024;
+/// Of those, tokens on which it is measured what rounding each weight costs.
 const MEASURED: usize = 256;
+/// Of so many predictions one is compared.
+const EVERY: usize = 2;
 
 #[derive(clap::Args)]
 pub(super) struct Calibrating {
@@ -74,10 +78,10 @@ impl Calibrating {
         let Some(file) = &self.calibrate else { return Ok(None) };
         let decoder = Decoder::open(checkpoint)
             .map_err(|e| e.hint("only language models can be calibrated; leave out `--calibrate`"))?;
-        let rows = rows(checkpoint, file, self.calibrate_tokens)?;
+        let (rows, held) = rows(checkpoint, file, self.calibrate_tokens, self.budget().is_some())?;
         let tokens: usize = rows.iter().map(Vec::len).sum();
         ui::talk(format!("  calibrating on {} tokens of {}", ui::count(tokens as u64), file.display()));
-        Ok(Some(Lessons { decoder, rows }))
+        Ok(Some(Lessons { decoder, rows, held }))
     }
 
     /// Runs the text through the reference; inputs that smoothing divides are looked at divided.
@@ -87,7 +91,7 @@ impl Calibrating {
         divisors: &Divisors,
         opset: Opset,
     ) -> Result<Arc<Calibration>> {
-        let Lessons { decoder, rows } = lessons;
+        let Lessons { decoder, rows, held } = lessons;
         let method = if self.gptq { Method::Feedback } else { Method::Importance };
         // Outputs are compared where schemes are chosen, which takes all products of inputs.
         let whole = self.gptq || self.budget().is_some();
@@ -95,10 +99,18 @@ impl Calibrating {
         let observed = decoder.observe_divided(rows, wanted, divisors)?;
         let mut calibration = Calibration { method, inputs: shared(observed.given), costs: BTreeMap::new() };
         if self.budget().is_some() {
-            ui::talk("  measuring what each weight's rounding costs");
-            let row = &rows[0][..rows[0].len().min(MEASURED)];
-            let probe = quant::probe(opset)?;
-            calibration.learn_costs(&probe, |tried| decoder.costs(row, tried))?;
+            let (weights, probes) = (decoder.weights().len(), quant::probes(opset)?);
+            ui::talk(format!("  measuring what rounding each of {weights} weights costs"));
+            let row = &held[0][..held[0].len().min(MEASURED)];
+            let mut done = 0;
+            calibration.learn_costs(&probes, |tried| {
+                let mut counted = |name: &str, values: &[f32], shape, looked_up| {
+                    done += 1;
+                    ui::progress(done, weights * probes.len(), "tried");
+                    tried(name, values, shape, looked_up)
+                };
+                decoder.costs(row, EVERY, &mut divided(divisors, &mut counted))
+            })?;
         }
         Ok(Arc::new(calibration))
     }
@@ -106,20 +118,39 @@ impl Calibrating {
     /// The recipe that a budget asks for.
     pub(super) fn choose(
         &self,
+        lessons: &mut Lessons,
         programs: &[&Program],
         opset: Opset,
         options: quant::Options,
         calibration: &Arc<Calibration>,
+        divisors: &Divisors,
     ) -> Result<Option<Policy>> {
         let Some(budget) = self.budget() else { return Ok(None) };
         let candidates = options.target.welcome(quant::candidates(opset)?);
         let choices = Choices::measure(programs, &candidates, options, calibration)?;
-        let chosen = choices.within(budget)?;
+        let Lessons { decoder, held, .. } = lessons;
+        let (weights, mut changed, mut made) = (decoder.weights(), decoder.clone(), BTreeMap::new());
+        let chosen = choices.nearest(budget, |tried| {
+            for (i, (name, shape)) in weights.iter().enumerate() {
+                ui::progress(i + 1, weights.len(), "weights of a choice compressed");
+                let Some(scheme) = tried.scheme(name).filter(|s| made.get(name) != Some(*s)) else {
+                    continue;
+                };
+                let mut compress = |name: &str, values: &[f32], shape, looked_up| {
+                    calibration.compressed(name, values, shape, looked_up, scheme)
+                };
+                let (values, looked_up) = (decoder.weight(name)?, decoder.looks_up(name));
+                let new = divided(divisors, &mut compress)(name, &values, *shape, looked_up)?;
+                changed.replace(name, new)?;
+                made.insert(name.clone(), *scheme);
+            }
+            decoder.divergence(&changed, held, EVERY)
+        })?;
         ui::talk(format!(
-            "  chose schemes for {:.3} bits a weight, {}; predictions are foreseen to lose {:.4} nats a token",
+            "  chose schemes for {:.3} bits a weight, {}; predictions diverge by {:.4} nats a token",
             chosen.bits_per_weight,
             ui::bytes(chosen.bytes),
-            chosen.loss
+            chosen.measured.unwrap_or(chosen.loss)
         ));
         Ok(Some(chosen.policy))
     }
@@ -135,10 +166,15 @@ impl Calibrating {
     }
 }
 
+/// Tokens of several stretches of a text.
+type Rows = Vec<Vec<u32>>;
+
 /// What is learnt from.
 pub(super) struct Lessons {
     decoder: Decoder,
-    rows: Vec<Vec<u32>>,
+    rows: Rows,
+    /// Rows that are not among the others, where schemes are chosen.
+    held: Rows,
 }
 
 impl Lessons {
@@ -157,17 +193,41 @@ fn share(text: &str) -> std::result::Result<f32, String> {
     }
 }
 
-/// A text's tokens in rows that the model takes.
-fn rows(checkpoint: &Checkpoint, file: &Path, tokens: usize) -> Result<Vec<Vec<u32>>> {
+/// A text's tokens in rows that the model takes, and others that are held back where that is asked for.
+fn rows(checkpoint: &Checkpoint, file: &Path, tokens: usize, hold: bool) -> Result<(Rows, Rows)> {
     let text = std::fs::read_to_string(file).map_err(|e| io(file, &e))?;
-    let ids = checkpoint.tokenizer()?.encode(&text)?.ids;
-    let longest = checkpoint.config.opt_usize(&["max_position_embeddings", "n_positions"])?;
-    let row = longest.map_or(ROW, |n| n.clamp(1, ROW));
-    let rows: Vec<Vec<u32>> = ids[..ids.len().min(tokens)].chunks(row).map(<[u32]>::to_vec).collect();
-    if rows.iter().all(|r| r.len() < 2) {
-        bail!("{}: {} tokens are no text to calibrate on", file.display(), ids.len().min(tokens));
+    let tokenizer = checkpoint.tokenizer()?;
+    let longest = checkpoint.config.opt_usize(&["max_position_embeddings", "n_positions"])?.unwrap_or(ROW);
+    let all = tokenizer.encode(&text)?.ids.len();
+    // Of a short text, a fifth is held back.
+    let row = ROW.min(longest).min(if hold { all / 5 } else { ROW }).max(2);
+    let rows = tokenizer.encode_rows(&text, row)?.into_iter().map(|e| e.ids);
+    let mut taught: Rows = rows.filter(|row| row.len() > 1).collect();
+    let learnt = tokens.div_ceil(row).min(taught.len().saturating_sub(usize::from(hold)));
+    let held = taught.split_off(learnt).into_iter().take(if hold { HELD.div_ceil(row) } else { 0 });
+    if let Some(last) = taught.last_mut() {
+        last.truncate(tokens.saturating_sub((learnt - 1) * row));
     }
-    Ok(rows)
+    if taught.iter().all(|row| row.len() < 2) {
+        bail!("{}: {} tokens are no text to calibrate on", file.display(), all.min(tokens));
+    }
+    Ok((taught, held.collect()))
+}
+
+/// Weights as smoothing makes them before they are compressed, and back.
+fn divided<'a>(
+    divisors: &'a Divisors,
+    trial: &'a mut Trial<'_>,
+) -> impl FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a {
+    move |name, values, shape, looked_up| {
+        let Some(by) = divisors.get(name).filter(|by| by.len() == shape[1]) else {
+            return trial(name, values, shape, looked_up);
+        };
+        let by = || by.iter().cycle();
+        let values: Vec<f32> = values.iter().zip(by()).map(|(v, by)| v * by).collect();
+        let made = trial(name, &values, shape, looked_up)?;
+        Ok(made.iter().zip(by()).map(|(v, by)| v / by).collect())
+    }
 }
 
 /// What several layers are given is kept once.

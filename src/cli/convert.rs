@@ -280,13 +280,15 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         Some(lessons) if quantized => Some(args.calibrating.learn(lessons, &divisors, plan.opset)?),
         _ => None,
     };
-    drop(lessons);
     // Weights are read through the checkpoint, which refuses what is no number.
     let options = quant::Options { trusted: true, ..args.how.options() };
-    if let Some(calibration) = &calibration {
+    if let (Some(calibration), Some(lessons)) = (&calibration, &mut lessons) {
         let programs: Vec<&Program> = parts.iter().map(|p| &p.program).collect();
-        policy = args.calibrating.choose(&programs, plan.opset, options, calibration)?.or(policy);
+        let chosen =
+            args.calibrating.choose(lessons, &programs, plan.opset, options, calibration, &divisors)?;
+        policy = chosen.or(policy);
     }
+    drop(lessons);
     args.calibrating.write_recipe(policy.as_ref())?;
     let mut ready = Vec::new();
     let mut summary = json!(null);

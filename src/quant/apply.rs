@@ -115,7 +115,7 @@ pub fn apply_calibrated(
                 let width = shape[c.role.input];
                 let known = |all: &Arc<Calibration>| {
                     let looked_up = looked_up.contains(&c.source.key);
-                    (all.guide(&c.source.key, width, looked_up), all.cost(&c.source.key))
+                    all.guide(&c.source.key, width, looked_up)
                 };
                 Cell::new(&c.name, &c.source, plan, calibration.map(known))
             }

@@ -48,8 +48,39 @@ impl Method {
 pub struct Calibration {
     pub method: Method,
     pub inputs: BTreeMap<String, Arc<Inputs>>,
-    /// Nats a token by which predictions diverge, for a relative error of what a weight makes.
-    pub costs: BTreeMap<String, f64>,
+    /// What errors of what each weight makes cost.
+    pub costs: BTreeMap<String, Curve>,
+}
+
+/// By how many nats a token predictions diverge for relative errors of what a weight makes, as measured for some
+/// errors. Between two of them the logarithms are on a line, beyond them cost is in proportion to error.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Curve {
+    /// Errors, the smallest first, and nats.
+    points: Vec<(f64, f64)>,
+}
+
+impl Curve {
+    pub fn new(mut points: Vec<(f64, f64)>) -> Curve {
+        points.retain(|(error, nats)| *error > 0.0 && error.is_finite() && *nats >= 0.0 && nats.is_finite());
+        points.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+        points.dedup_by_key(|p| p.0);
+        Curve { points }
+    }
+
+    /// `None` where nothing was measured.
+    pub fn nats(&self, error: f64) -> Option<f64> {
+        let along = |(e, nats): (f64, f64)| nats * error / e;
+        let above = self.points.partition_point(|(e, _)| *e <= error);
+        match (above.checked_sub(1).map(|i| self.points[i]), self.points.get(above).copied()) {
+            (Some((e0, n0)), Some((e1, n1))) if n0 > 0.0 && n1 > 0.0 => {
+                Some(n0 * (n1 / n0).powf((error / e0).ln() / (e1 / e0).ln()))
+            }
+            (Some(_), Some(above)) => Some(along(above)),
+            (Some(one), None) | (None, Some(one)) => Some(along(one)),
+            (None, None) => None,
+        }
+    }
 }
 
 /// What is known of one weight.
@@ -114,8 +145,9 @@ impl Calibration {
     }
 
     /// What a relative error of all that a weight makes costs, in nats a token.
-    pub(super) fn cost(&self, key: &str) -> Option<f64> {
-        let found: Vec<f64> = tensors_of(key)?.iter().filter_map(|n| self.costs.get(*n).copied()).collect();
+    pub(super) fn cost(&self, key: &str, error: f64) -> Option<f64> {
+        let known = |name: &&str| self.costs.get(*name)?.nats(error);
+        let found: Vec<f64> = tensors_of(key)?.iter().filter_map(known).collect();
         (!found.is_empty()).then(|| found.into_iter().sum())
     }
 }
@@ -125,47 +157,66 @@ impl Calibration {
 pub type Trial<'a> = dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a;
 
 impl Calibration {
-    /// Learns what relative errors cost. `costs` puts what it is given in the place of each weight by itself, and
-    /// tells how many nats a token the model's predictions diverge then.
+    /// Learns what relative errors cost, by those that some schemes make. `costs` puts what it is given in the place
+    /// of each weight by itself, and tells how many nats a token the model's predictions diverge then.
     pub fn learn_costs(
         &mut self,
-        scheme: &Scheme,
-        costs: impl FnOnce(&mut Trial<'_>) -> Result<BTreeMap<String, f64>>,
+        schemes: &[Scheme],
+        mut costs: impl FnMut(&mut Trial<'_>) -> Result<BTreeMap<String, f64>>,
     ) -> Result<()> {
-        let mut errors = BTreeMap::new();
-        let found = costs(&mut |name, values, shape, looked_up| {
-            let (tried, error) = self.tried(name, values, shape, looked_up, scheme)?;
-            errors.insert(name.to_string(), error);
-            Ok(tried)
-        })?;
-        let cost = |(name, cost): (String, f64)| {
-            let error = errors.get(&name).copied().filter(|e| *e > 0.0)?;
-            Some((name, cost / error))
-        };
-        self.costs = found.into_iter().filter_map(cost).collect();
+        let mut points: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+        for scheme in schemes {
+            let mut errors = BTreeMap::new();
+            let found = costs(&mut |name, values, shape, looked_up| {
+                errors.insert(name.to_string(), self.error(name, values, shape, looked_up, scheme)?);
+                self.compressed(name, values, shape, looked_up, scheme)
+            })?;
+            for (name, nats) in found {
+                let error = errors.get(&name).copied();
+                points.entry(name).or_default().extend(error.map(|e| (e, nats)));
+            }
+        }
+        self.costs = points.into_iter().map(|(name, points)| (name, Curve::new(points))).collect();
         Ok(())
     }
 
-    /// A tensor of the checkpoint compressed by what is known of its inputs, and the relative error of what it
-    /// makes with each code the nearest, by which schemes are compared.
-    fn tried(
+    /// A tensor of the checkpoint `[out, in]`, compressed by what is known of its inputs and read back.
+    pub fn compressed(
         &self,
         name: &str,
         values: &[f32],
         shape: [usize; 2],
         looked_up: bool,
         scheme: &Scheme,
-    ) -> Result<(Vec<f32>, f64)> {
+    ) -> Result<Vec<f32>> {
+        let layout = Layout { shape: &shape, output: 0, input: 1 };
+        let (scheme, _) = forms::fitted(scheme, &shape, layout.output, layout.input);
+        let encoded = match self.guide(&format!("ckpt:{name}"), shape[1], looked_up) {
+            Ok(guide) => guide.encode(values, layout, &scheme)?,
+            Err(_) => encoded::encode(values, layout, &scheme, None)?,
+        };
+        encoded.decode(layout)
+    }
+
+    /// The relative error of what a tensor of the checkpoint makes of its inputs, each code the nearest, by which
+    /// schemes are compared.
+    fn error(
+        &self,
+        name: &str,
+        values: &[f32],
+        shape: [usize; 2],
+        looked_up: bool,
+        scheme: &Scheme,
+    ) -> Result<f64> {
         let layout = Layout { shape: &shape, output: 0, input: 1 };
         let (scheme, _) = forms::fitted(scheme, &shape, layout.output, layout.input);
         let key = format!("ckpt:{name}");
         let Ok(guide) = self.guide(&key, shape[1], looked_up) else {
             let encoded = encoded::encode(values, layout, &scheme, None)?;
-            return Ok((encoded.decode(layout)?, encoded.stats(values, layout)?.relative()));
+            return Ok(encoded.stats(values, layout)?.relative());
         };
         let plain = encoded::encode(values, layout, &scheme, Some(&guide.importance()))?;
-        let error = guide.loss(&key, &plain, values, layout, &guide.power(values, layout)?)?;
-        Ok((guide.encode(values, layout, &scheme)?.decode(layout)?, error))
+        guide.loss(&key, &plain, values, layout, &guide.power(values, layout)?)
     }
 }
 
@@ -337,7 +388,7 @@ mod tests {
         Calibration {
             method: Method::Importance,
             inputs: inputs.map(|(n, i)| (n.to_string(), i)).into(),
-            costs: [("q".into(), 1.0), ("k".into(), 2.0)].into(),
+            costs: [("q", 1.0), ("k", 2.0)].map(|(n, c)| (n.into(), Curve::new(vec![(0.1, 0.1 * c)]))).into(),
         }
     }
 
@@ -363,8 +414,21 @@ mod tests {
                 Err(why) => assert_eq!(why, says, "{key}"),
             }
         }
-        assert_eq!(calibration.cost("ckpt:q rows 0 & ckpt:k rows 1"), Some(3.0));
-        assert_eq!(calibration.cost("ckpt:v | fp16"), None);
+        let cost = calibration.cost("ckpt:q rows 0 & ckpt:k rows 1", 0.5).unwrap();
+        assert!((cost - 1.5).abs() < 1e-12, "{cost}");
+        assert_eq!(calibration.cost("ckpt:v | fp16", 0.5), None);
+    }
+
+    #[test]
+    fn costs_go_through_what_was_measured() {
+        let curve = Curve::new(vec![(0.04, 0.8), (0.01, 0.1), (f64::NAN, 1.0), (0.0, 1.0)]);
+        for (error, nats) in [(0.001, 0.01), (0.01, 0.1), (0.02, 0.08f64.sqrt()), (0.04, 0.8), (0.08, 1.6)] {
+            let found = curve.nats(error).unwrap();
+            assert!((found - nats).abs() < 1e-12, "{error}: {found} for {nats}");
+        }
+        // No logarithm of nothing.
+        assert_eq!(Curve::new(vec![(0.01, 0.0), (0.04, 0.8)]).nats(0.02), Some(0.4));
+        assert_eq!(Curve::default().nats(0.02), None);
     }
 
     #[test]

@@ -67,8 +67,8 @@ struct Shared {
     guide: Option<Known>,
 }
 
-/// What is known of a weight's inputs, or why nothing is, and what a relative error of its outputs costs.
-type Known = (Result<Guide, String>, Option<f64>);
+/// What is known of a weight's inputs, or why nothing is.
+type Known = Result<Guide, String>;
 
 impl Cell {
     pub(super) fn new(place: &str, source: &Weight, plan: Plan, guide: Option<Known>) -> Cell {
@@ -115,21 +115,16 @@ impl Cell {
 
     /// How codes are chosen by what is known of the inputs, or why nothing is; `None` without calibration.
     pub(super) fn method(&self) -> Option<Result<Method, &str>> {
-        let (guide, _) = self.shared.guide.as_ref()?;
+        let guide = self.shared.guide.as_ref()?;
         let plan = &self.shared.plan;
         Some(guide.as_ref().map(|g| g.method(&plan.scheme, plan.layout())).map_err(String::as_str))
-    }
-
-    /// What a relative error of all that the weight makes costs, in nats a token.
-    pub(super) fn cost(&self) -> Option<f64> {
-        self.shared.guide.as_ref()?.1
     }
 
     /// The relative error of what the weight makes with each of some schemes, each code the nearest.
     pub(super) fn losses(&self, schemes: &[Scheme]) -> Result<Vec<f64>> {
         let Shared { source, plan, guide, .. } = &*self.shared;
         let (layout, values) = (plan.layout(), source.floats()?);
-        let guide = guide.as_ref().and_then(|(g, _)| g.as_ref().ok());
+        let guide = guide.as_ref().and_then(|g| g.as_ref().ok());
         let power = guide.map(|g| g.power(&values, layout)).transpose()?;
         let importance = guide.map(Guide::importance);
         let loss = |scheme: &Scheme| -> Result<f64> {
@@ -188,7 +183,7 @@ impl Shared {
     fn compress(&self, values: &[f32]) -> Result<Encoded> {
         let plan = &self.plan;
         match &self.guide {
-            Some((Ok(guide), _)) => guide.encode(values, plan.layout(), &plan.scheme),
+            Some(Ok(guide)) => guide.encode(values, plan.layout(), &plan.scheme),
             _ => encoded::encode(values, plan.layout(), &plan.scheme, None),
         }
     }

@@ -35,9 +35,9 @@ mod uses;
 mod vectors;
 
 pub use activations::Activations;
-pub use allocate::{Allocation, Budget, Choices, candidates, probe};
+pub use allocate::{Allocation, Budget, Choices, candidates, probes};
 pub use apply::{Options, apply, apply_calibrated};
-pub use calibration::{Calibration, Inputs, Method};
+pub use calibration::{Calibration, Curve, Inputs, Method, Trial};
 pub use cell::Quality;
 pub use dense::decompress;
 pub use encoded::{Encoded, Stats, encode};

@@ -18,7 +18,7 @@ use candle_core::Tensor;
 
 use self::model::{Family, Model};
 pub use self::{
-    decoder::{Decoder, DecoderOutput},
+    decoder::{Decoder, DecoderOutput, Predictions},
     watch::{Divisors, Given, Observed, Wanted},
 };
 use crate::{

@@ -9,7 +9,7 @@ use silane::{
     ops::Opset,
     passes,
     quant::{
-        self, Budget, Calibration, Choices, Entry, Inputs, Method, Options, Policy, Report, Scheme,
+        self, Budget, Calibration, Choices, Curve, Entry, Inputs, Method, Options, Policy, Report, Scheme,
         apply_calibrated, candidates,
     },
     reference::{Decoder, Observed, Wanted},
@@ -20,8 +20,10 @@ const OPTIONS: Options =
 
 struct Model {
     program: Program,
+    decoder: Decoder,
+    rows: Vec<Vec<u32>>,
     observed: Observed,
-    costs: BTreeMap<String, f64>,
+    costs: BTreeMap<String, Curve>,
 }
 
 impl Model {
@@ -37,10 +39,11 @@ impl Model {
         let rows: Vec<Vec<u32>> =
             (0..8u32).map(|r| (0..48).map(|i| (r * 37 + i * i * 11 + i * 5) % 250 + 5).collect()).collect();
         let observed = decoder.observe(&rows, Wanted::Hessians).unwrap();
-        let mut model = Model { program, observed, costs: BTreeMap::new() };
+        let mut model = Model { program, decoder, rows, observed, costs: BTreeMap::new() };
         let mut calibration = Calibration::clone(&model.calibration(Method::Feedback));
-        let scheme = quant::probe(Opset::Ios18).unwrap();
-        calibration.learn_costs(&scheme, |tried| decoder.costs(&rows[0], tried)).unwrap();
+        let schemes = quant::probes(Opset::Ios18).unwrap();
+        let Model { decoder, rows, .. } = &mut model;
+        calibration.learn_costs(&schemes, |tried| decoder.costs(&rows[0], 1, tried)).unwrap();
         model.costs = calibration.costs;
         model
     }
@@ -191,6 +194,55 @@ fn budgets_are_kept_and_beat_one_scheme_for_all() {
         }
         let least = choices.within(Budget::Bytes(10)).unwrap_err();
         assert!(least.message().contains("bytes at least") && least.way_out().is_some(), "{least}");
+    }
+}
+
+/// What is chosen by trying it is never behind a scheme for all, and what is tried is what is written.
+#[test]
+fn what_is_nearest_is_measured() {
+    let model = Model::new("llama");
+    let how = model.calibration(Method::Feedback);
+    let schemes = candidates(Opset::Ios18).unwrap();
+    let choices = Choices::measure(&[&model.program], &schemes, OPTIONS, &how).unwrap();
+    let cost = |scheme: &dyn Fn(&str) -> Option<Scheme>| {
+        let (mut decoder, mut changed) = (model.decoder.clone(), model.decoder.clone());
+        for (name, shape) in decoder.weights() {
+            let (values, looked_up) = (decoder.weight(&name)?, decoder.looks_up(&name));
+            if let Some(scheme) = scheme(&name) {
+                changed.replace(&name, how.compressed(&name, &values, shape, looked_up, &scheme)?)?;
+            }
+        }
+        decoder.divergence(&changed, &model.rows[..2], 1)
+    };
+    for text in ["lut4:g16", "lut6:g16", "int8"] {
+        let scheme: Scheme = text.parse().unwrap();
+        let budget = Budget::Bytes(choices.uniform(&scheme).0);
+        let mut tried = 0;
+        let chosen = choices.nearest(budget, |one| {
+            tried += 1;
+            cost(&|name| one.scheme(name).copied())
+        });
+        let chosen = chosen.unwrap();
+        let foreseen = choices.within(budget).unwrap();
+        let alone = cost(&|name| foreseen.scheme(name).map(|_| scheme)).unwrap();
+        let measured = chosen.measured.unwrap();
+        assert!(
+            measured <= alone && chosen.bytes <= choices.uniform(&scheme).0,
+            "{text}: {measured} {alone}"
+        );
+        assert!(measured <= cost(&|name| foreseen.scheme(name).copied()).unwrap(), "{text}");
+        assert!((1..=schemes.len()).contains(&tried), "{text}: {tried}");
+        let report = model.quantize(&chosen.policy, Some(&how));
+        for (name, tensor) in SOME {
+            let entry = report.tensors.iter().find(|e| e.name == name).unwrap();
+            let shape = entry.ty.shape().unwrap();
+            let (values, mut decoder) = (entry.values().unwrap(), model.decoder.clone());
+            if values.1 == decoder.weight(tensor).unwrap() {
+                let scheme = chosen.scheme(tensor).unwrap();
+                let tried = how.compressed(tensor, &values.1, [shape[0], shape[1]], false, scheme).unwrap();
+                assert_eq!(tried, values.0, "{text} {name}");
+            }
+        }
     }
 }
 

@@ -544,6 +544,11 @@ fn texts_are_cut_padded_and_decoded() {
     assert!(batch[1].ids[real..].iter().all(|id| Some(*id) == tokenizer.pad_id));
     assert_eq!(batch[1].attention_mask.iter().sum::<u32>(), u32::try_from(real).unwrap());
     assert_eq!(tokenizer.encode_batch(&[text], Some(7)).unwrap()[0].ids.len(), 7);
+    let rows = tokenizer.encode_rows(&[text; 5].join(" "), 7).unwrap();
+    let own: Vec<u32> = rows.iter().flat_map(|row| row.ids[1..row.ids.len() - 1].to_vec()).collect();
+    assert_eq!(own, whole.ids[1..whole.ids.len() - 1].repeat(5));
+    assert!(rows.iter().all(|row| row.ids[0] == whole.ids[0] && row.ids.last() == Some(end)), "{rows:?}");
+    assert!(rows[..rows.len() - 1].iter().all(|row| row.ids.len() == 7), "{rows:?}");
     let pair = tokenizer.encode_pair(short, short).unwrap();
     assert!(pair.type_ids.contains(&1) && pair.ids.len() > real, "{pair:?}");
     assert_eq!(tokenizer.decode(&whole.ids, true).unwrap(), text);

@@ -13,6 +13,7 @@ use crate::{
     reference::{Inputs, scope::Scope},
 };
 
+#[derive(Clone)]
 pub(super) struct Attention {
     qkv: Projections,
     norms: Option<[Norm; 2]>,
@@ -21,6 +22,7 @@ pub(super) struct Attention {
     out: Linear,
 }
 
+#[derive(Clone)]
 enum Projections {
     Apart([Linear; 3]),
     Joined(Linear),

@@ -11,6 +11,7 @@ use crate::{
     error::{Context, Result},
     reference::{
         Inputs,
+        model::check,
         watch::{Divisors, Observed, Wanted, Watch},
     },
 };
@@ -91,55 +92,73 @@ impl Decoder {
         Ok(())
     }
 
-    /// The sum of negative log-likelihoods of a row's tokens, in nats, and how many were foreseen.
-    pub fn surprise(&self, row: &[u32]) -> Result<(f64, usize)> {
-        let logits = self.forward(&[row.to_vec()], None)?.logits.squeeze(0)?;
-        let mut sum = 0.0;
-        for (i, next) in row.iter().enumerate().skip(1) {
-            let logits = logits.get(i - 1)?.to_vec1::<f32>()?;
-            let Some(chosen) = logits.get(*next as usize) else {
-                bail!("token {next} is not among {} logits", logits.len());
-            };
-            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let all: f64 = logits.iter().map(|l| f64::from(l - largest).exp()).sum();
-            sum += all.ln() - f64::from(chosen - largest);
-        }
-        Ok((sum, row.len().saturating_sub(1)))
-    }
-
     /// How far the predictions for a row diverge, in nats a token, with another in the place of each weight by
-    /// itself.
-    pub fn costs(&mut self, row: &[u32], other: &mut Other<'_>) -> Result<BTreeMap<String, f64>> {
-        let inputs = Inputs {
-            input_ids: vec![row.to_vec()],
-            attention_mask: vec![vec![1; row.len()]],
-            token_type_ids: None,
-        };
+    /// itself. Predictions are looked at in every so many places.
+    pub fn costs(
+        &mut self,
+        row: &[u32],
+        every: usize,
+        other: &mut Other<'_>,
+    ) -> Result<BTreeMap<String, f64>> {
+        let inputs = all_of(row);
         let places = Places::new(&self.plan, &inputs)?;
-        let plain = self.run(&inputs)?;
-        let before = Likelihoods::of(&plain.logits)?;
+        let plain = self.layers_from(0, self.embed(&inputs, &places)?, &inputs, &places)?;
+        let before = self.predictions_of(&plain, every)?;
         let mut costs = BTreeMap::new();
         for (name, shape) in self.weights() {
             let values = self.weight(&name)?;
-            let words = self.words_path == name;
+            let words = self.looks_up(&name);
             let tried = other(&name, &values, shape, words).within(|| format!("weight `{name}`"))?;
-            let first = self.first_layer_after(&name);
+            let layer = self.layer_of(&name);
             self.replace(&name, tried)?;
             // What comes before the weight is as it was.
-            let after = match first {
-                None => self.run(&inputs),
-                Some(layer) => self.run_from(layer, plain.taps[layer].clone(), &inputs, &places),
+            let (first, x) = match layer {
+                None => (0, self.embed(&inputs, &places)?),
+                Some(layer) => (layer, plain[layer].clone()),
             };
+            let after = self.layers_from(first, x, &inputs, &places);
+            let after = after.and_then(|taps| self.predictions_of(&taps, every));
             self.replace(&name, values)?;
-            #[expect(clippy::cast_precision_loss, reason = "a row of tokens")]
-            costs.insert(name, before.divergence(&Likelihoods::of(&after?.logits)?) / row.len() as f64);
+            costs.insert(name, before.divergence(&after?));
         }
         Ok(costs)
     }
 
+    /// How far another model's predictions for rows diverge from those of this one, in nats a token.
+    pub fn divergence(&self, other: &Decoder, rows: &[Vec<u32>], every: usize) -> Result<f64> {
+        let (mut sum, mut places) = (0.0, 0);
+        for row in rows {
+            let own = self.predictions(row, every)?;
+            sum += own.divergence(&other.predictions(row, every)?) * own.places.len() as f64;
+            places += own.places.len();
+        }
+        Ok(sum / places.max(1) as f64)
+    }
+
+    /// Whether a weight's rows are looked up: that of the table of words.
+    pub fn looks_up(&self, name: &str) -> bool {
+        self.words_path == name
+    }
+
+    /// What is predicted to follow a row's tokens, at every so many places of which the last is one.
+    pub fn predictions(&self, row: &[u32], every: usize) -> Result<Predictions> {
+        let inputs = all_of(row);
+        check(&inputs)?;
+        let places = Places::new(&self.plan, &inputs)?;
+        let taps = self.layers_from(0, self.embed(&inputs, &places)?, &inputs, &places)?;
+        self.predictions_of(&taps, every)
+    }
+
+    fn predictions_of(&self, taps: &[Tensor], every: usize) -> Result<Predictions> {
+        let Some(last) = taps.last() else { bail!("a model without layers") };
+        let places: Vec<u32> = (0..last.dim(1)? as u32).rev().step_by(every.max(1)).collect();
+        let last = last.index_select(&Tensor::new(places.as_slice(), &Device::Cpu)?, 1)?;
+        Predictions::of(&self.predict(&last)?.1, places)
+    }
+
     /// The layer that a weight belongs to, one more than there are for what follows them all, and none for what
     /// comes before them.
-    fn first_layer_after(&mut self, name: &str) -> Option<usize> {
+    fn layer_of(&mut self, name: &str) -> Option<usize> {
         let before = self.project_in.as_ref().is_some_and(|l| l.path == name) || self.words_path == name;
         if before {
             return None;
@@ -167,15 +186,23 @@ impl Decoder {
     }
 }
 
-/// Logits at each place of a row, and what their exponentials add up to, as its logarithm.
-struct Likelihoods {
+/// A row of tokens none of which is padding.
+fn all_of(row: &[u32]) -> Inputs {
+    let attention_mask = vec![vec![1; row.len()]];
+    Inputs { input_ids: vec![row.to_vec()], attention_mask, token_type_ids: None }
+}
+
+/// Logits at some places of a row, and what their exponentials add up to, as its logarithm.
+#[derive(Debug)]
+pub struct Predictions {
+    places: Vec<u32>,
     logits: Vec<f32>,
     width: usize,
     sums: Vec<f64>,
 }
 
-impl Likelihoods {
-    fn of(logits: &Tensor) -> Result<Likelihoods> {
+impl Predictions {
+    fn of(logits: &Tensor, places: Vec<u32>) -> Result<Predictions> {
         let width = logits.dim(D::Minus1)?.max(1);
         let logits = logits.flatten_all()?.to_vec1::<f32>()?;
         let sum = |row: &[f32]| {
@@ -183,11 +210,11 @@ impl Likelihoods {
             f64::from(top) + row.iter().map(|l| f64::from((l - top).exp())).sum::<f64>().ln()
         };
         let sums = logits.par_chunks(width).map(sum).collect();
-        Ok(Likelihoods { logits, width, sums })
+        Ok(Predictions { places, logits, width, sums })
     }
 
-    /// Σ p · (ln p − ln q) over all places, in nats.
-    fn divergence(&self, other: &Likelihoods) -> f64 {
+    /// How far others of the same places diverge from these: the mean of Σ p · (ln p − ln q), in nats.
+    pub fn divergence(&self, other: &Predictions) -> f64 {
         let one = |place: usize| {
             let row = place * self.width..(place + 1) * self.width;
             let term = |(p, q): (&f32, &f32)| {
@@ -196,7 +223,22 @@ impl Likelihoods {
             };
             self.logits[row.clone()].iter().zip(&other.logits[row]).map(term).sum::<f64>()
         };
-        let off: Vec<f64> = (0..self.sums.len().min(other.sums.len())).into_par_iter().map(one).collect();
-        off.into_iter().sum::<f64>().max(0.0)
+        let places = self.sums.len().min(other.sums.len());
+        let off: Vec<f64> = (0..places).into_par_iter().map(one).collect();
+        (off.into_iter().sum::<f64>() / places.max(1) as f64).max(0.0)
+    }
+
+    /// The sum of negative log-likelihoods of the tokens of a row that follow, in nats, and how many do.
+    pub fn surprise(&self, row: &[u32]) -> Result<(f64, usize)> {
+        let (mut sum, mut tokens) = (0.0, 0);
+        for ((place, logits), all) in self.places.iter().zip(self.logits.chunks(self.width)).zip(&self.sums) {
+            let Some(next) = row.get(*place as usize + 1) else { continue };
+            let Some(logit) = logits.get(*next as usize) else {
+                bail!("token {next} is not among {} logits", self.width);
+            };
+            sum += all - f64::from(*logit);
+            tokens += 1;
+        }
+        Ok((sum, tokens))
     }
 }

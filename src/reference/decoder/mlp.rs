@@ -13,6 +13,7 @@ use crate::{
     reference::{model::activation, scope::Scope},
 };
 
+#[derive(Clone)]
 pub(super) enum Mlp {
     /// Gate, up, down.
     Gated([Linear; 3]),

@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, btree_map::Entry};
 
 use candle_core::Tensor;
 
+pub use self::calibrate::Predictions;
 use self::{
     attention::{Attention, Places, soft_cap},
     family::Order,
@@ -27,11 +28,13 @@ use super::{
     scope::{Scope, rows},
 };
 use crate::{
+    bail,
     checkpoint::Checkpoint,
     error::{Context, Error, Result},
 };
 
-/// A causal language model with its weights in f32, to be run many times.
+/// A causal language model with its weights in f32, to be run many times. Clones share weights until one replaces its own.
+#[derive(Clone)]
 pub struct Decoder {
     plan: Plan,
     words: Tensor,
@@ -117,12 +120,14 @@ impl Decoder {
 
     fn run(&self, inputs: &Inputs) -> Result<DecoderOutput> {
         let places = Places::new(&self.plan, inputs)?;
-        let x = self.embed(inputs, &places)?;
-        self.run_from(0, x, inputs, &places)
+        let taps = self.layers_from(0, self.embed(inputs, &places)?, inputs, &places)?;
+        let last = taps.last().map_or_else(|| bail!("a model without layers"), Ok)?;
+        let (last_hidden_state, logits) = self.predict(last)?;
+        Ok(DecoderOutput { logits, last_hidden_state, taps })
     }
 
-    /// Runs the layers from one on, and what comes after them; taps begin with what that layer is given.
-    fn run_from(&self, first: usize, x: Tensor, inputs: &Inputs, places: &Places) -> Result<DecoderOutput> {
+    /// Runs the layers from one on: what that layer is given, and what each gives.
+    fn layers_from(&self, first: usize, x: Tensor, inputs: &Inputs, places: &Places) -> Result<Vec<Tensor>> {
         let (plan, mut x) = (&self.plan, x);
         let mut taps = vec![x.clone()];
         let mut biases = BTreeMap::new();
@@ -136,6 +141,12 @@ impl Decoder {
             x = layer.run(plan, &x, attend)?;
             taps.push(x.clone());
         }
+        Ok(taps)
+    }
+
+    /// What the head is applied to, and logits, of what the last layer gives.
+    fn predict(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (plan, mut x) = (&self.plan, x.clone());
         if let Some(norm) = &self.final_norm {
             x = norm.run(&x)?;
         }
@@ -144,7 +155,7 @@ impl Decoder {
         }
         let logits = (self.head.run(&x)? * plan.logits_scale)?;
         let logits = plan.logit_cap.map_or(Ok(logits.clone()), |cap| soft_cap(&logits, cap))?;
-        Ok(DecoderOutput { logits, last_hidden_state: x, taps })
+        Ok((x, logits))
     }
 
     fn embed(&self, inputs: &Inputs, places: &Places) -> Result<Tensor> {
@@ -174,6 +185,7 @@ fn base<'a>(plan: &Plan, root: &Scope<'a>) -> Result<Scope<'a>> {
     places.next().ok_or_else(|| root.missing(&format!("{first}.{words}")))
 }
 
+#[derive(Clone)]
 struct Layer {
     attention: Attention,
     mlp: Mlp,

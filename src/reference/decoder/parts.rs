@@ -14,6 +14,7 @@ use crate::{
     },
 };
 
+#[derive(Clone)]
 pub(super) struct Linear {
     /// The checkpoint's name of the weight.
     pub(super) path: String,
@@ -56,6 +57,7 @@ impl Linear {
     }
 }
 
+#[derive(Clone)]
 pub(super) struct Norm {
     path: String,
     kind: NormKind,

@@ -14,6 +14,7 @@ use crate::{
     error::{Context, Result},
 };
 
+#[derive(Clone)]
 pub(super) struct Plan {
     pub(super) family: Family,
     pub(super) hidden: usize,
@@ -37,6 +38,7 @@ pub(super) struct Plan {
     pub(super) tied: bool,
 }
 
+#[derive(Clone)]
 pub(super) struct LayerPlan {
     /// How many keys a query sees, itself included.
     pub(super) window: Option<usize>,

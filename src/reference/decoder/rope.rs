@@ -11,6 +11,7 @@ use crate::{
     error::{Context, Result},
 };
 
+#[derive(Clone)]
 pub(super) struct Rope {
     /// Channels of a head that are rotated.
     width: usize,
@@ -20,6 +21,7 @@ pub(super) struct Rope {
     pairs: bool,
 }
 
+#[derive(Clone)]
 enum Scaling {
     Default,
     Linear { factor: f64 },
