@@ -102,8 +102,11 @@ fn main() {
         for how in ["", "importance", "gptq"] {
             uniform(scheme, how);
         }
-        let (bytes, _) = choices.uniform(&scheme.parse::<Scheme>().unwrap());
-        chosen(&format!("no larger than {scheme} gptq"), Budget::Bytes(bytes));
+        let parsed = scheme.parse::<Scheme>().unwrap();
+        if schemes.contains(&parsed) {
+            let (bytes, _) = choices.uniform(&parsed);
+            chosen(&format!("no larger than {scheme} gptq"), Budget::Bytes(bytes));
+        }
     }
     for bits in [4.0, 4.5, 5.0, 5.5, 6.0] {
         chosen(&format!("budget {bits} gptq"), Budget::BitsPerWeight(bits));

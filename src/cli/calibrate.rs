@@ -32,7 +32,7 @@ pub(super) struct Calibrating {
     /// A text to calibrate a language model's quantization on
     #[arg(long, value_name = "TEXT", help_heading = HEADING)]
     calibrate: Option<PathBuf>,
-    /// Tokens of the text that are read
+    /// Tokens of the text that are learnt from; a budget takes up to 1,024 more to choose by
     #[arg(long, value_name = "N", default_value_t = 4096, requires = "calibrate", help_heading = HEADING)]
     calibrate_tokens: usize,
     /// Weigh errors by the mean squares of what they are multiplied by; done when nothing else is asked for

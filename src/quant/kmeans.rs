@@ -92,7 +92,7 @@ impl Solver {
         const FINER: usize = 4;
         let n = h.values.len();
         // Few entries have solutions that are far apart and all but as good.
-        let reach = if entries > FEW { 32 } else { (n / 256).clamp(8, 32) };
+        let reach = if entries > FEW { 64 } else { (n / 256).clamp(8, 32) };
         let (mut cuts, mut edges) = self.start(h, entries);
         // At its own edges a start of few entries is the best.
         let mut begun = entries > FEW;
@@ -500,7 +500,8 @@ mod tests {
                     let exact = error(&h, &solver.solve(&h, entries, pin, true));
                     let fast = error(&h, &solver.solve(&h, entries, pin, false));
                     let place = format!("{name} {entries} {pin}: {fast:e} {exact:e}");
-                    assert!(fast <= 1.01 * exact + 1e-300, "{place}");
+                    let most = if entries <= 64 { 1.003 } else { 1.01 };
+                    assert!(fast <= most * exact + 1e-300, "{place}");
                     assert!(pin || exact <= fast * (1.0 + 1e-9), "{place}");
                 }
             }
