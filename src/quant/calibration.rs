@@ -190,10 +190,9 @@ impl Calibration {
         scheme: &Scheme,
     ) -> Result<Vec<f32>> {
         let layout = Layout { shape: &shape, output: 0, input: 1 };
-        let (scheme, _) = forms::fitted(scheme, &shape, layout.output, layout.input);
-        let encoded = match self.guide(&format!("ckpt:{name}"), shape[1], looked_up) {
-            Ok(guide) => guide.encode(values, layout, &scheme)?,
-            Err(_) => encoded::encode(values, layout, &scheme, None)?,
+        let encoded = match self.tried(name, shape, looked_up, scheme) {
+            (scheme, Ok(guide)) => guide.encode(values, layout, &scheme)?,
+            (scheme, Err(_)) => encoded::encode(values, layout, &scheme, None)?,
         };
         encoded.decode(layout)
     }
@@ -209,15 +208,30 @@ impl Calibration {
         scheme: &Scheme,
     ) -> Result<f64> {
         let layout = Layout { shape: &shape, output: 0, input: 1 };
-        let (scheme, _) = forms::fitted(scheme, &shape, layout.output, layout.input);
-        let key = format!("ckpt:{name}");
-        let Ok(guide) = self.guide(&key, shape[1], looked_up) else {
-            let encoded = encoded::encode(values, layout, &scheme, None)?;
-            return Ok(encoded.stats(values, layout)?.relative());
-        };
-        let plain = encoded::encode(values, layout, &scheme, Some(&guide.importance()))?;
-        guide.loss(&key, &plain, values, layout, &guide.power(values, layout)?)
+        let (scheme, guide) = self.tried(name, shape, looked_up, scheme);
+        let importance = guide.as_ref().ok().map(Guide::importance);
+        let plain = encoded::encode(values, layout, &scheme, importance.as_deref())?;
+        match guide {
+            Ok(guide) => guide.loss(&of(name), &plain, values, layout, &guide.power(values, layout)?),
+            Err(_) => Ok(plain.stats(values, layout)?.relative()),
+        }
     }
+
+    /// The form of a scheme that a tensor takes, and what is known of its inputs.
+    fn tried(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+        looked_up: bool,
+        scheme: &Scheme,
+    ) -> (Scheme, Result<Guide, String>) {
+        (forms::fitted(scheme, &shape, 0, 1).0, self.guide(&of(name), shape[1], looked_up))
+    }
+}
+
+/// The key of a tensor as it is.
+fn of(name: &str) -> String {
+    format!("ckpt:{name}")
 }
 
 /// The checkpoint's tensors that a weight is made from.

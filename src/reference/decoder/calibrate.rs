@@ -102,8 +102,8 @@ impl Decoder {
     ) -> Result<BTreeMap<String, f64>> {
         let inputs = all_of(row);
         let places = Places::new(&self.plan, &inputs)?;
-        let plain = self.layers_from(0, self.embed(&inputs, &places)?, &inputs, &places)?;
-        let before = self.predictions_of(&plain, every)?;
+        let (x, plain) = self.layers_from(0, self.embed(&inputs, &places)?, &inputs, &places)?;
+        let before = self.predictions_of(&x, every)?;
         let mut costs = BTreeMap::new();
         for (name, shape) in self.weights() {
             let values = self.weight(&name)?;
@@ -112,12 +112,10 @@ impl Decoder {
             let layer = self.layer_of(&name);
             self.replace(&name, tried)?;
             // What comes before the weight is as it was.
-            let (first, x) = match layer {
-                None => (0, self.embed(&inputs, &places)?),
-                Some(layer) => (layer, plain[layer].clone()),
-            };
-            let after = self.layers_from(first, x, &inputs, &places);
-            let after = after.and_then(|taps| self.predictions_of(&taps, every));
+            let given = layer.map_or_else(|| self.embed(&inputs, &places), |layer| Ok(plain[layer].clone()));
+            let after = given
+                .and_then(|x| self.layers_from(layer.unwrap_or(0), x, &inputs, &places))
+                .and_then(|(x, _)| self.predictions_of(&x, every));
             self.replace(&name, values)?;
             costs.insert(name, before.divergence(&after?));
         }
@@ -145,15 +143,15 @@ impl Decoder {
         let inputs = all_of(row);
         check(&inputs)?;
         let places = Places::new(&self.plan, &inputs)?;
-        let taps = self.layers_from(0, self.embed(&inputs, &places)?, &inputs, &places)?;
-        self.predictions_of(&taps, every)
+        let (x, _) = self.layers_from(0, self.embed(&inputs, &places)?, &inputs, &places)?;
+        self.predictions_of(&x, every)
     }
 
-    fn predictions_of(&self, taps: &[Tensor], every: usize) -> Result<Predictions> {
-        let Some(last) = taps.last() else { bail!("a model without layers") };
-        let places: Vec<u32> = (0..last.dim(1)? as u32).rev().step_by(every.max(1)).collect();
-        let last = last.index_select(&Tensor::new(places.as_slice(), &Device::Cpu)?, 1)?;
-        Predictions::of(&self.predict(&last)?.1, places)
+    /// The same of what the last layer gives.
+    fn predictions_of(&self, x: &Tensor, every: usize) -> Result<Predictions> {
+        let places: Vec<u32> = (0..x.dim(1)? as u32).rev().step_by(every.max(1)).collect();
+        let x = x.index_select(&Tensor::new(places.as_slice(), &Device::Cpu)?, 1)?;
+        Predictions::of(&self.predict(&x)?.1, places)
     }
 
     /// The layer that a weight belongs to, one more than there are for what follows them all, and none for what

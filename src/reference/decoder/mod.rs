@@ -28,12 +28,12 @@ use super::{
     scope::{Scope, rows},
 };
 use crate::{
-    bail,
     checkpoint::Checkpoint,
     error::{Context, Error, Result},
 };
 
-/// A causal language model with its weights in f32, to be run many times. Clones share weights until one replaces its own.
+/// A causal language model with its weights in f32, to be run many times. Clones share weights until one
+/// replaces its own.
 #[derive(Clone)]
 pub struct Decoder {
     plan: Plan,
@@ -120,14 +120,19 @@ impl Decoder {
 
     fn run(&self, inputs: &Inputs) -> Result<DecoderOutput> {
         let places = Places::new(&self.plan, inputs)?;
-        let taps = self.layers_from(0, self.embed(inputs, &places)?, inputs, &places)?;
-        let last = taps.last().map_or_else(|| bail!("a model without layers"), Ok)?;
-        let (last_hidden_state, logits) = self.predict(last)?;
+        let (x, taps) = self.layers_from(0, self.embed(inputs, &places)?, inputs, &places)?;
+        let (last_hidden_state, logits) = self.predict(&x)?;
         Ok(DecoderOutput { logits, last_hidden_state, taps })
     }
 
-    /// Runs the layers from one on: what that layer is given, and what each gives.
-    fn layers_from(&self, first: usize, x: Tensor, inputs: &Inputs, places: &Places) -> Result<Vec<Tensor>> {
+    /// Runs the layers from one on: what the last gives, and what that one is given and each gives.
+    fn layers_from(
+        &self,
+        first: usize,
+        x: Tensor,
+        inputs: &Inputs,
+        places: &Places,
+    ) -> Result<(Tensor, Vec<Tensor>)> {
         let (plan, mut x) = (&self.plan, x);
         let mut taps = vec![x.clone()];
         let mut biases = BTreeMap::new();
@@ -141,7 +146,7 @@ impl Decoder {
             x = layer.run(plan, &x, attend)?;
             taps.push(x.clone());
         }
-        Ok(taps)
+        Ok((x, taps))
     }
 
     /// What the head is applied to, and logits, of what the last layer gives.
