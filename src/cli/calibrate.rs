@@ -6,14 +6,17 @@ use std::{
     sync::Arc,
 };
 
-use super::{compress::HEADING, write_beside};
+use super::{
+    compress::{self, HEADING},
+    write_beside,
+};
 use crate::{
     bail,
     checkpoint::Checkpoint,
     error::{Result, io},
     mil::Program,
     ops::Opset,
-    quant::{self, Budget, Calibration, Choices, Inputs, Method, Policy, Trial},
+    quant::{self, Allocation, Budget, Calibration, Choices, Inputs, Method, Policy, Trial},
     reference::{Decoder, Divisors, Given, Wanted},
     ui,
 };
@@ -45,11 +48,12 @@ pub(super) struct Calibrating {
     /// 1 all of it, 0.5 is usual
     #[arg(long, value_name = "ALPHA", requires = "calibrate", value_parser = share, help_heading = HEADING)]
     smooth: Option<f32>,
-    /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`
-    #[arg(long, value_name = "BITS", requires = "calibrate", conflicts_with_all = ["quantize", "max_size"], help_heading = HEADING)]
+    /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`: by what rounding does
+    /// to predictions for a text, or by the errors of weights alone
+    #[arg(long, value_name = "BITS", conflicts_with_all = ["quantize", "max_size"], help_heading = HEADING)]
     budget: Option<Budget>,
     /// Choose a scheme for each weight so that all weights are no larger
-    #[arg(long, value_name = "SIZE", requires = "calibrate", conflicts_with = "quantize", value_parser = super::convert::byte_size, help_heading = HEADING)]
+    #[arg(long, value_name = "SIZE", conflicts_with = "quantize", value_parser = super::convert::byte_size, help_heading = HEADING)]
     max_size: Option<u64>,
     /// Write down the recipe that was used
     #[arg(long, value_name = "FILE.toml", help_heading = HEADING)]
@@ -115,43 +119,22 @@ impl Calibrating {
         Ok(Arc::new(calibration))
     }
 
-    /// The recipe that a budget asks for.
+    /// The recipe that a budget asks for, by what was learnt if anything was.
     pub(super) fn choose(
         &self,
-        lessons: &mut Lessons,
+        learnt: Option<(&mut Lessons, &Arc<Calibration>)>,
         programs: &[&Program],
         opset: Opset,
         options: quant::Options,
-        calibration: &Arc<Calibration>,
         divisors: &Divisors,
     ) -> Result<Option<Policy>> {
         let Some(budget) = self.budget() else { return Ok(None) };
-        let candidates = options.target.welcome(quant::candidates(opset)?);
-        let choices = Choices::measure(programs, &candidates, options, calibration)?;
-        let Lessons { decoder, held, .. } = lessons;
-        let (weights, mut changed, mut made) = (decoder.weights(), decoder.clone(), BTreeMap::new());
-        let chosen = choices.nearest(budget, |tried| {
-            for (i, (name, shape)) in weights.iter().enumerate() {
-                ui::progress(i + 1, weights.len(), "weights of a choice compressed");
-                let Some(scheme) = tried.scheme(name).filter(|s| made.get(name) != Some(*s)) else {
-                    continue;
-                };
-                let mut compress = |name: &str, values: &[f32], shape, looked_up| {
-                    calibration.compressed(name, values, shape, looked_up, scheme)
-                };
-                let (values, looked_up) = (decoder.weight(name)?, decoder.looks_up(name));
-                let new = divided(divisors, &mut compress)(name, &values, *shape, looked_up)?;
-                changed.replace(name, new)?;
-                made.insert(name.clone(), *scheme);
-            }
-            decoder.divergence(&changed, held, EVERY)
-        })?;
-        ui::talk(format!(
-            "  chose schemes for {:.3} bits a weight, {}; predictions diverge by {:.4} nats a token",
-            chosen.bits_per_weight,
-            ui::bytes(chosen.bytes),
-            chosen.measured.unwrap_or(chosen.loss)
-        ));
+        let choices = compress::choices(programs, opset, options, learnt.as_ref().map(|l| l.1))?;
+        let chosen = match learnt {
+            Some((lessons, calibration)) => nearest(&choices, budget, lessons, calibration, divisors)?,
+            None => choices.within(budget)?,
+        };
+        ui::talk(compress::chosen(&chosen));
         Ok(Some(chosen.policy))
     }
 
@@ -185,6 +168,32 @@ impl Lessons {
     }
 }
 
+/// The choice with which the reference's predictions for what was held back diverge least.
+fn nearest(
+    choices: &Choices,
+    budget: Budget,
+    lessons: &mut Lessons,
+    calibration: &Calibration,
+    divisors: &Divisors,
+) -> Result<Allocation> {
+    let Lessons { decoder, held, .. } = lessons;
+    let (weights, mut changed, mut made) = (decoder.weights(), decoder.clone(), BTreeMap::new());
+    choices.nearest(budget, |tried| {
+        for (i, (name, shape)) in weights.iter().enumerate() {
+            ui::progress(i + 1, weights.len(), "weights of a choice compressed");
+            let Some(scheme) = tried.scheme(name).filter(|s| made.get(name) != Some(*s)) else { continue };
+            let mut compress = |name: &str, values: &[f32], shape, looked_up| {
+                calibration.compressed(name, values, shape, looked_up, scheme)
+            };
+            let (values, looked_up) = (decoder.weight(name)?, decoder.looks_up(name));
+            let new = divided(divisors, &mut compress)(name, &values, *shape, looked_up)?;
+            changed.replace(name, new)?;
+            made.insert(name.clone(), *scheme);
+        }
+        decoder.divergence(&changed, held, EVERY)
+    })
+}
+
 /// A share, from 0 to 1.
 fn share(text: &str) -> std::result::Result<f32, String> {
     match text.parse() {
@@ -199,8 +208,8 @@ fn rows(checkpoint: &Checkpoint, file: &Path, tokens: usize, hold: bool) -> Resu
     let tokenizer = checkpoint.tokenizer()?;
     let longest = checkpoint.config.opt_usize(&["max_position_embeddings", "n_positions"])?.unwrap_or(ROW);
     let all = tokenizer.encode(&text)?.ids.len();
-    // Of a short text, a fifth is held back.
-    let row = ROW.min(longest).min(if hold { all / 5 } else { ROW }).max(2);
+    // Of a short text, a fifth can be held back.
+    let row = ROW.min(longest).min(all / 5).max(2);
     let rows = tokenizer.encode_rows(&text, row)?.into_iter().map(|e| e.ids);
     let mut taught: Rows = rows.filter(|row| row.len() > 1).collect();
     let learnt = tokens.div_ceil(row).min(taught.len().saturating_sub(usize::from(hold)));

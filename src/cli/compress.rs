@@ -1,14 +1,18 @@
 //! What `convert --quantize` and `quantize` share: schemes and recipes from the command line, and reports
 //! as text.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use serde_json::json;
 
 use crate::{
     error::{Context, Result, io},
+    mil::Program,
     ops::Opset,
-    quant::{Activations, Entry, Options, Policy, Report, Scheme, Smoothed, Smoothing, Target},
+    quant::{
+        self, Activations, Allocation, Calibration, Choices, Entry, Options, Policy, Report, Scheme,
+        Smoothed, Smoothing, Target,
+    },
     ui,
 };
 
@@ -40,6 +44,29 @@ pub(super) fn policy(text: Option<&str>, target: Target, opset: Opset) -> Result
         return Policy::parse(&recipe).at(text);
     }
     Ok(Policy::uniform(text.parse::<Scheme>().hint(|| "or a recipe's file, `NAME.toml`".into())?))
+}
+
+/// What the weights of programs may become for a budget.
+pub(super) fn choices(
+    programs: &[&Program],
+    opset: Opset,
+    options: Options,
+    calibration: Option<&Arc<Calibration>>,
+) -> Result<Choices> {
+    let candidates = options.target.welcome(quant::candidates(opset)?);
+    Choices::measure(programs, &candidates, options, calibration)
+}
+
+/// What a budget came to.
+pub(super) fn chosen(allocation: &Allocation) -> String {
+    let by = allocation.measured.map_or("by the errors of weights alone".into(), |nats| {
+        format!("predictions diverge by {nats:.4} nats a token")
+    });
+    format!(
+        "  chose schemes for {:.3} bits a weight, {}; {by}",
+        allocation.bits_per_weight,
+        ui::bytes(allocation.bytes)
+    )
 }
 
 /// One row a compressed weight.

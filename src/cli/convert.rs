@@ -282,12 +282,9 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     };
     // Weights are read through the checkpoint, which refuses what is no number.
     let options = quant::Options { trusted: true, ..args.how.options() };
-    if let (Some(calibration), Some(lessons)) = (&calibration, &mut lessons) {
-        let programs: Vec<&Program> = parts.iter().map(|p| &p.program).collect();
-        let chosen =
-            args.calibrating.choose(lessons, &programs, plan.opset, options, calibration, &divisors)?;
-        policy = chosen.or(policy);
-    }
+    let programs: Vec<&Program> = parts.iter().map(|p| &p.program).collect();
+    let learnt = lessons.as_mut().zip(calibration.as_ref());
+    policy = args.calibrating.choose(learnt, &programs, plan.opset, options, &divisors)?.or(policy);
     drop(lessons);
     args.calibrating.write_recipe(policy.as_ref())?;
     let mut ready = Vec::new();

@@ -11,16 +11,17 @@ use serde_json::{Value as Json, json};
 use super::{
     Answer,
     compress::{self, How},
-    convert::{MinimumOs, copy_beside, refuse_extension, refuse_place, with_extension},
+    convert::{MinimumOs, byte_size, copy_beside, refuse_extension, refuse_place, with_extension},
     print_json, replace_folder, validate, write_beside,
 };
 use crate::{
     bail,
     error::{Context, Result, io},
     graph::{self, Checked},
+    mil::Program,
     ops::Opset,
     package::{self, Package, Save},
-    quant::{self, Policy, Report},
+    quant::{self, Budget, Policy, Report},
     ui,
 };
 
@@ -36,6 +37,7 @@ the first rule that fits a weight decides.
 Examples:
   silane quantize bert.mlpackage -o small.mlpackage --scheme lut4:g16
   silane quantize llama/ -o llama-int4/ --target gpu --reference checkpoint/
+  silane quantize bert.mlpackage -o small.mlpackage --max-size 30MB
   silane quantize small.mlpackage -o dense.mlpackage --decompress";
 
 #[derive(clap::Args)]
@@ -49,6 +51,12 @@ pub(super) struct Args {
     /// How weights are compressed; lut4:g16 for the Neural Engine, int4:b32 for the GPU, when left out
     #[arg(long, value_name = "SCHEME|RECIPE.toml", conflicts_with = "decompress")]
     scheme: Option<String>,
+    /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`, by the errors of weights
+    #[arg(long, value_name = "BITS", conflicts_with_all = ["scheme", "max_size", "decompress", "smallest"])]
+    budget: Option<Budget>,
+    /// Choose a scheme for each weight so that all weights are no larger
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["scheme", "decompress", "smallest"], value_parser = byte_size)]
+    max_size: Option<u64>,
     #[command(flatten)]
     how: How,
     /// Weights of fewer elements stay as they are; 2048 when left out
@@ -199,10 +207,22 @@ fn open(path: &Path, folder: bool) -> Result<Vec<(String, Package)>> {
     Ok(packages.into_iter().collect())
 }
 
+fn options(args: &Args) -> quant::Options {
+    quant::Options { recompress: args.recompress, ..args.how.options() }
+}
+
 fn policy(args: &Args, packages: &[(String, Package)]) -> Result<Policy> {
     let declared = packages.iter().flat_map(|(_, p)| p.program.functions.values());
     let opset = declared.filter_map(|f| Opset::from_wire(&f.opset)).max().unwrap_or(Opset::Ios15);
     let opset = args.minimum_os.map_or(opset, |os| opset.max(os.opset()));
+    if let Some(budget) = args.budget.or(args.max_size.map(Budget::Bytes)) {
+        let raised =
+            packages.iter().map(|(_, p)| raised(args, p, &mut |_| ())).collect::<Result<Vec<_>>>()?;
+        let programs: Vec<&Program> = raised.iter().collect();
+        let chosen = compress::choices(&programs, opset, options(args), None)?.within(budget)?;
+        ui::talk(compress::chosen(&chosen));
+        return Ok(chosen.policy);
+    }
     let mut policy = compress::policy(args.scheme.as_deref(), args.how.target, opset)?;
     if let Some(smallest) = args.smallest {
         policy.smallest = smallest;
@@ -210,17 +230,20 @@ fn policy(args: &Args, packages: &[(String, Package)]) -> Result<Policy> {
     Ok(policy)
 }
 
-fn prepare(args: &Args, policy: Option<&Policy>, stem: String, package: Package) -> Result<Part> {
-    let place = package.path.display().to_string();
+/// The program of a package, raised to what is asked for.
+fn raised(args: &Args, package: &Package, note: &mut dyn FnMut(&String)) -> Result<Program> {
     let mut program = package.program.clone();
     if let Some(os) = args.minimum_os {
-        quant::raise(&mut program, os.opset()).at(&place)?.iter().for_each(ui::note);
+        quant::raise(&mut program, os.opset()).at(package.path.display())?.iter().for_each(note);
     }
+    Ok(program)
+}
+
+fn prepare(args: &Args, policy: Option<&Policy>, stem: String, package: Package) -> Result<Part> {
+    let place = package.path.display().to_string();
+    let mut program = raised(args, &package, &mut |n| ui::note(n))?;
     let report = match policy {
-        Some(policy) => {
-            let options = quant::Options { recompress: args.recompress, ..args.how.options() };
-            Some(quant::apply(&mut program, policy, options).at(&place)?)
-        }
+        Some(policy) => Some(quant::apply(&mut program, policy, options(args)).at(&place)?),
         None => {
             if quant::decompress(&mut program).at(&place)? == 0 {
                 bail!("{place}: no weight is compressed");

@@ -85,6 +85,8 @@ struct Item {
 struct Choice {
     scheme: Scheme,
     bytes: u64,
+    /// Of what the weight makes, relative.
+    error: f64,
     loss: f64,
 }
 
@@ -121,12 +123,13 @@ impl Allocation {
 }
 
 impl Choices {
-    /// Tries every candidate on every weight.
+    /// Tries every candidate on every weight. Without calibration, or where it knows nothing of a weight, a weight's
+    /// relative error is what counts.
     pub fn measure(
         programs: &[&Program],
         candidates: &[Scheme],
         options: Options,
-        calibration: &Arc<Calibration>,
+        calibration: Option<&Arc<Calibration>>,
     ) -> Result<Choices> {
         let mut items: BTreeMap<String, Item> = BTreeMap::new();
         let (mut fixed, mut elements) = (0u64, 0u64);
@@ -134,7 +137,7 @@ impl Choices {
             let mut reports: Vec<(Scheme, Report)> = Vec::new();
             for scheme in candidates.iter().filter(|s| **s != Scheme::Dense) {
                 let policy = Policy::uniform(*scheme);
-                let report = apply_calibrated(&mut (*program).clone(), &policy, options, Some(calibration))?;
+                let report = apply_calibrated(&mut (*program).clone(), &policy, options, calibration)?;
                 reports.push((*scheme, report));
             }
             let Some((_, first)) = reports.first() else { bail!("there is nothing to choose from") };
@@ -154,15 +157,16 @@ impl Choices {
                     let found = report.tensors.iter().find(|e| e.cell.source().key == source.key);
                     tried.extend(found.map(|e| (*scheme, e.scheme, e.bytes)));
                 }
-                let losses = entry.cell.losses(&tried.iter().map(|t| t.1).collect::<Vec<_>>())?;
-                let choice = |((scheme, _, bytes), loss): (&(Scheme, Scheme, u64), f64)| Choice {
+                let errors = entry.cell.losses(&tried.iter().map(|t| t.1).collect::<Vec<_>>())?;
+                let choice = |((scheme, _, bytes), error): (&(Scheme, Scheme, u64), f64)| Choice {
                     scheme: *scheme,
                     bytes: *bytes,
-                    loss: calibration.cost(&source.key, loss).unwrap_or(f64::NAN),
+                    error,
+                    loss: calibration.and_then(|c| c.cost(&source.key, error)).unwrap_or(f64::NAN),
                 };
-                let mut choices: Vec<Choice> = tried.iter().zip(losses).map(choice).collect();
+                let mut choices: Vec<Choice> = tried.iter().zip(errors).map(choice).collect();
                 if candidates.contains(&Scheme::Dense) {
-                    choices.push(Choice { scheme: Scheme::Dense, bytes: dense, loss: 0.0 });
+                    choices.push(Choice { scheme: Scheme::Dense, bytes: dense, error: 0.0, loss: 0.0 });
                 }
                 let names = [entry.name.clone()].into();
                 let tensors = tensors_of(&source.key).unwrap_or_default();
@@ -278,23 +282,13 @@ fn bits(bytes: u64, elements: u64) -> f64 {
     bytes as f64 * 8.0 / elements.max(1) as f64
 }
 
-/// A weight of which the text says nothing counts as those do of which it does, by its size.
+/// The error of a weight of which nothing was measured counts as those of the others do in the mean.
 fn estimate_unknown(items: &mut [Item]) {
-    let (mut known, mut size) = (0.0, 0.0);
-    let largest = |i: &Item| i.choices.iter().map(|c| c.bytes).max().unwrap_or(0) as f64;
-    for item in items.iter().filter(|i| i.choices.iter().all(|c| c.loss.is_finite())) {
-        known += item.choices.iter().map(|c| c.loss).fold(0.0, f64::max);
-        size += largest(item);
-    }
-    for item in items {
-        let share = if size > 0.0 { known * largest(item) / size } else { largest(item) };
-        if item.choices.iter().any(|c| !c.loss.is_finite()) {
-            // Each bit halves an error's size.
-            let bits = |c: &Choice| c.bytes as f64 / largest(item).max(1.0) * 16.0;
-            let losses: Vec<f64> =
-                item.choices.iter().map(|c| share * (-1.386 * (bits(c) - 3.0)).exp()).collect();
-            item.choices.iter_mut().zip(losses).for_each(|(c, loss)| c.loss = loss);
-        }
+    let known = items.iter().filter(|i| i.choices.iter().all(|c| c.loss.is_finite()));
+    let sums = known.flat_map(|i| &i.choices).fold((0.0, 0.0), |s, c| (s.0 + c.loss, s.1 + c.error));
+    let rate = if sums.1 > 0.0 { sums.0 / sums.1 } else { 1.0 };
+    for item in items.iter_mut().filter(|i| i.choices.iter().any(|c| !c.loss.is_finite())) {
+        item.choices.iter_mut().for_each(|c| c.loss = c.error * rate);
     }
 }
 
@@ -367,11 +361,11 @@ fn policy(items: &[Item]) -> Result<Policy> {
     }
     let Some((_, default)) = counts.values().max_by_key(|(n, _)| *n) else { bail!("there is no weight") };
     let mut policy = Policy::uniform(*default);
-    for item in items {
-        let scheme = item.choices[item.chosen].scheme;
-        for name in item.names.iter().filter(|_| scheme != *default) {
-            policy.rules.push(Rule::new(Some(&escaped(name)), None, scheme).at(name)?);
-        }
+    let named = items.iter().flat_map(|i| i.names.iter().map(|name| (name, i.choices[i.chosen].scheme)));
+    let mut named: Vec<(&String, Scheme)> = named.filter(|(_, scheme)| scheme != default).collect();
+    named.sort_by_key(|(name, _)| *name);
+    for (name, scheme) in named {
+        policy.rules.push(Rule::new(Some(&escaped(name)), None, scheme).at(name)?);
     }
     Ok(policy)
 }
@@ -393,8 +387,12 @@ mod tests {
     use super::*;
 
     fn item(name: &str, choices: &[(u64, f64)]) -> Item {
-        let choice =
-            |(bytes, loss): &(u64, f64)| Choice { scheme: Scheme::Dense, bytes: *bytes, loss: *loss };
+        let choice = |(bytes, loss): &(u64, f64)| Choice {
+            scheme: Scheme::Dense,
+            bytes: *bytes,
+            error: *loss,
+            loss: *loss,
+        };
         let choices = choices.iter().map(choice).collect();
         Item { names: [name.to_string()].into(), tensors: Vec::new(), choices, chosen: 0 }
     }

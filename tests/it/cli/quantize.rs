@@ -388,8 +388,7 @@ fn a_text_helps_to_quantize() {
     assert!(json["quantization"]["weight_bytes"]["after"].as_u64().unwrap() <= 100_000);
 
     for (more, says) in [
-        (&["--budget", "4.5bpw"][..], "--calibrate"),
-        (&["--calibrate", "text.txt"], "a calibration text is given and nothing is quantized"),
+        (&["--calibrate", "text.txt"][..], "a calibration text is given and nothing is quantized"),
         (&["--budget", "1bpw", "--calibrate", "text.txt"], "bytes at least"),
         (&["--budget", "4.5MB", "--calibrate", "text.txt"], "`4.5MB` is no budget"),
         (&["--quantize", "int8", "--calibrate", "nothing.txt"], "nothing.txt"),
@@ -404,6 +403,46 @@ fn a_text_helps_to_quantize() {
     let more = ["--quantize", "int8", "--calibrate", "short.txt", "--calibrate-tokens", "1"];
     let (code, _, err) = convert("e.mlpackage", &more);
     assert!(code == 2 && err.contains("are no text to calibrate on"), "{err}");
+}
+
+/// Without a text, a budget goes by the errors of weights: at conversion, and on a package that is there.
+#[test]
+fn a_budget_needs_no_text() {
+    let bench = Bench::with_models(&["rxn-albert-mlm"]);
+    let convert = ["convert", "rxn-albert-mlm", "--sequence-length", "16", "--no-tokenizer", "-o"];
+    let run = |args: &[&str]| {
+        let ran = bench.run(args);
+        (ran.code, serde_json::from_str::<serde_json::Value>(&ran.out).unwrap_or_default(), ran.err)
+    };
+    let budget = ["--budget", "6.5bpw", "--json", "--write-recipe"];
+    let (code, at_once, err) = run(&[&convert[..], &["b.mlpackage"], &budget, &["b.toml"]].concat());
+    assert!(code == 0 && err.contains("by the errors of weights alone"), "{err}");
+    assert_eq!(run(&[&convert[..], &["dense.mlpackage"]].concat()).0, 0);
+    let quantize = ["quantize", "dense.mlpackage", "--force", "--json", "-o"];
+    let (code, after, err) =
+        run(&[&quantize[..], &["q.mlpackage"], &budget[..2], &["--write-recipe", "q.toml"]].concat());
+    assert_eq!(code, 0, "{err}");
+    assert_eq!(at_once["quantization"]["tensors"], after["tensors"]);
+    assert_eq!(fs::read(bench.path("b.toml")).unwrap(), fs::read(bench.path("q.toml")).unwrap());
+    assert!(after["bits_per_weight"]["after"].as_f64().unwrap() <= 6.5, "{after}");
+    let recipe = run(&[&quantize[..], &["r.mlpackage", "--scheme", "q.toml"]].concat()).1;
+    assert_eq!(recipe["tensors"], after["tensors"]);
+    // Not behind one scheme for all of as many bytes.
+    let (_, alone, _) = run(&[&quantize[..], &["u.mlpackage", "--scheme", "lut4:g16"]].concat());
+    let size = alone["weight_bytes"]["after"].as_u64().unwrap();
+    let (_, chosen, err) = run(&[&quantize[..], &["m.mlpackage", "--max-size", &size.to_string()]].concat());
+    assert!(chosen["weight_bytes"]["after"].as_u64().unwrap() <= size, "{err}");
+    let errors = |json: &serde_json::Value| -> f64 {
+        let one = |t: &serde_json::Value| 10f64.powf(-t["sqnr_db"].as_f64().unwrap() / 10.0);
+        json["tensors"].as_array().unwrap().iter().map(one).sum()
+    };
+    assert!(errors(&chosen) <= errors(&alone), "{} {}", errors(&chosen), errors(&alone));
+    let (code, _, err) = run(&[&quantize[..], &["n.mlpackage", "--budget", "1bpw"]].concat());
+    assert!(code == 2 && err.contains("bytes at least"), "{err}");
+    assert!(!bench.path("n.mlpackage").exists());
+    let (code, _, err) =
+        run(&[&quantize[..], &["n.mlpackage", "--budget", "4bpw", "--scheme", "int8"]].concat());
+    assert!(code == 2 && err.contains("--scheme"), "{err}");
 }
 
 /// Activations are quantized by what a text gave the layers, where the recipe says so, and validated as such.
