@@ -81,6 +81,13 @@ struct Item {
     chosen: usize,
 }
 
+impl Item {
+    /// Bytes of its largest choice.
+    fn largest(&self) -> u64 {
+        self.choices.iter().map(|c| c.bytes).max().unwrap_or(0)
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Choice {
     scheme: Scheme,
@@ -94,8 +101,12 @@ struct Choice {
 /// that none is chosen, and in between. What is foreseen is measured on few tokens, and for weights by themselves.
 const DOUBTS: [f64; 4] = [1e12, 4.0, 2.0, 1.0];
 
-/// The part of all bytes from which a weight is large.
+/// The part of all bytes from which a weight is large, so that each of its choices is weighed with all others, and
+/// from which each is tried.
 const LARGE: u64 = 32;
+const MAIN: u64 = 4;
+/// How much more than the best may be foreseen of what is tried.
+const CLOSE: f64 = 1.5;
 
 /// The schemes that are chosen from.
 pub fn candidates(opset: Opset) -> Result<Vec<Scheme>> {
@@ -184,23 +195,32 @@ impl Choices {
 
     /// The best of them within a budget, as foreseen.
     pub fn within(&self, budget: Budget) -> Result<Allocation> {
-        self.with_doubt(budget, 1.0)
+        self.with_doubt(budget, 1.0, None)
     }
 
     /// The best of some within a budget, as measured: `cost` tells by how many nats a token predictions diverge with all
     /// weights of a choice. From the largest scheme that fits for all weights, more and more of what is foreseen
-    /// is believed.
+    /// is believed; and what a weight that is a good part of all may become is tried, each with what is best then.
     pub fn nearest(
         &self,
         budget: Budget,
         mut cost: impl FnMut(&Allocation) -> Result<f64>,
     ) -> Result<Allocation> {
+        let foreseen = self.within(budget)?;
         let mut tried: Vec<Allocation> = Vec::new();
-        for doubt in DOUBTS {
-            let one = self.with_doubt(budget, doubt)?;
+        let mut add = |one: Allocation| {
             if tried.iter().all(|t| t.schemes != one.schemes) {
                 tried.push(one);
             }
+        };
+        for doubt in DOUBTS {
+            add(self.with_doubt(budget, doubt, None)?);
+        }
+        let whole: u64 = self.items.iter().map(Item::largest).sum();
+        for (at, item) in self.items.iter().enumerate().filter(|(_, i)| MAIN * i.largest() >= whole) {
+            let each =
+                item.choices.iter().filter_map(|c| self.with_doubt(budget, 1.0, Some((at, c.scheme))).ok());
+            each.filter(|one| one.loss <= CLOSE * foreseen.loss).for_each(&mut add);
         }
         let mut nearest: Option<(f64, Allocation)> = None;
         for one in tried {
@@ -213,9 +233,12 @@ impl Choices {
     }
 
     /// The best within a budget where losses beyond those of one scheme for all, the largest that fits, count for
-    /// more than is foreseen.
-    fn with_doubt(&self, budget: Budget, doubt: f64) -> Result<Allocation> {
+    /// more than is foreseen, and a weight may be given its scheme.
+    fn with_doubt(&self, budget: Budget, doubt: f64, given: Option<(usize, Scheme)>) -> Result<Allocation> {
         let mut items = self.items.clone();
+        if let Some((at, scheme)) = given {
+            items[at].choices.retain(|c| c.scheme == scheme);
+        }
         let limit = self.limit(budget);
         let fitting = self.candidates.iter().filter(|s| self.uniform(s).0 <= limit);
         if let Some(base) = fitting.max_by_key(|s| self.uniform(s).0) {
@@ -307,11 +330,10 @@ fn choose(items: &mut Vec<Item>, limit: u64) -> std::result::Result<(), u64> {
     }
     climb(items, limit)?;
     // A step of a weight that is a good part of all, such as the words, may leave too little for others.
-    let largest = |i: &Item| i.choices.last().map_or(0, |c| c.bytes);
     let loss = |items: &[Item]| items.iter().map(|i| i.choices[i.chosen].loss).sum::<f64>();
-    let whole: u64 = items.iter().map(largest).sum();
-    let mut large: Vec<usize> = (0..items.len()).filter(|i| LARGE * largest(&items[*i]) >= whole).collect();
-    large.sort_by_key(|i| Reverse(largest(&items[*i])));
+    let whole: u64 = items.iter().map(Item::largest).sum();
+    let mut large: Vec<usize> = (0..items.len()).filter(|i| LARGE * items[*i].largest() >= whole).collect();
+    large.sort_by_key(|i| Reverse(items[*i].largest()));
     for at in large {
         for choice in items[at].choices.clone() {
             let mut tried = items.clone();
