@@ -5,6 +5,7 @@
 use std::{
     fmt::Display,
     io::{self, IsTerminal, Write},
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use crate::error::Error;
@@ -23,14 +24,19 @@ pub fn stream(text: impl Display) {
 
 /// What a command says about its work, on stderr.
 pub fn talk(text: impl Display) {
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    let clear = if UNFINISHED.swap(false, Ordering::Relaxed) { "\r\x1b[K" } else { "" };
+    let _ = writeln!(io::stderr().lock(), "{clear}{text}");
 }
+
+/// Whether a line of progress stands on the terminal.
+static UNFINISHED: AtomicBool = AtomicBool::new(false);
 
 /// How far a long piece of work is, in place on a terminal and nowhere else; the last leaves nothing behind.
 pub fn progress(done: usize, all: usize, what: &str) {
     let mut err = io::stderr().lock();
     if err.is_terminal() {
         let text = if done < all { format!("  {done} of {all} {what}") } else { String::new() };
+        UNFINISHED.store(done < all, Ordering::Relaxed);
         let _ = write!(err, "\r{text}\x1b[K");
         let _ = err.flush();
     }

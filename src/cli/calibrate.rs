@@ -110,7 +110,7 @@ impl Calibrating {
             calibration.learn_costs(&probes, |tried| {
                 let mut counted = |name: &str, values: &[f32], shape, looked_up| {
                     done += 1;
-                    ui::progress(done, weights * probes.len(), "tried");
+                    ui::progress(done, weights * probes.len(), "trials");
                     tried(name, values, shape, looked_up)
                 };
                 decoder.costs(row, EVERY, &mut divided(divisors, &mut counted))

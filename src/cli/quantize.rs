@@ -219,7 +219,8 @@ fn policy(args: &Args, packages: &[(String, Package)]) -> Result<Policy> {
         let raised =
             packages.iter().map(|(_, p)| raised(args, p, &mut |_| ())).collect::<Result<Vec<_>>>()?;
         let programs: Vec<&Program> = raised.iter().collect();
-        let chosen = compress::choices(&programs, opset, options(args), None)?.within(budget)?;
+        let choices = compress::choices(&programs, opset, options(args), None);
+        let chosen = choices.and_then(|c| c.within(budget)).at(args.package.display())?;
         ui::talk(compress::chosen(&chosen));
         return Ok(chosen.policy);
     }

@@ -52,7 +52,7 @@ pub struct Allocation {
     pub policy: Policy,
     /// The same, by the checkpoint's names of tensors; of several schemes for parts of one, the first.
     schemes: BTreeMap<String, Scheme>,
-    /// Nats a token that the model's predictions are foreseen to lose, to second order.
+    /// What single weights' costs add up to: nats a token, or relative errors where nothing was calibrated.
     pub loss: f64,
     /// Nats a token that they were seen to diverge by.
     pub measured: Option<f64>,
@@ -101,8 +101,8 @@ struct Choice {
 /// that none is chosen, and in between. What is foreseen is measured on few tokens, and for weights by themselves.
 const DOUBTS: [f64; 4] = [1e12, 4.0, 2.0, 1.0];
 
-/// The part of all bytes from which a weight is large, so that each of its choices is weighed with all others, and
-/// from which each is tried.
+/// Of a weight that is one part in so many of all bytes, each choice is weighed with all others; and of one that is
+/// one part in `MAIN`, each is tried.
 const LARGE: u64 = 32;
 const MAIN: u64 = 4;
 /// How much more than the best may be foreseen of what is tried.
@@ -187,7 +187,7 @@ impl Choices {
         }
         let mut items: Vec<Item> = items.into_values().collect();
         if items.is_empty() {
-            bail!("there is no weight to quantize");
+            bail!("there is no weight to quantize"; hint: "weights of fewer than 2048 elements stay as they are under a budget; `silane quantize --scheme S --smallest N` takes them");
         }
         estimate_unknown(&mut items);
         Ok(Choices { candidates: candidates.to_vec(), items, fixed, elements })
