@@ -75,7 +75,8 @@ fn main() {
     let importance = Arc::new(Calibration { method: Method::Importance, ..(*gptq).clone() });
     let start = Instant::now();
     let schemes = candidates(Opset::Ios18).unwrap();
-    let choices = Choices::measure(&[&bench.program], &schemes, OPTIONS, Some(&gptq)).unwrap();
+    let choices =
+        Choices::measure(&[&bench.program], &schemes, quant::SMALLEST, OPTIONS, Some(&gptq)).unwrap();
     println!("(choices: {:.0} s)", start.elapsed().as_secs_f64());
 
     let wanted = |name: &str| args.get(3).is_none_or(|part| name.contains(part.as_str()));

@@ -129,7 +129,8 @@ impl Calibrating {
         divisors: &Divisors,
     ) -> Result<Option<Policy>> {
         let Some(budget) = self.budget() else { return Ok(None) };
-        let choices = compress::choices(programs, opset, options, learnt.as_ref().map(|l| l.1))?;
+        let choices =
+            compress::choices(programs, opset, quant::SMALLEST, options, learnt.as_ref().map(|l| l.1))?;
         let chosen = match learnt {
             Some((lessons, calibration)) => nearest(&choices, budget, lessons, calibration, divisors)?,
             None => choices.within(budget)?,

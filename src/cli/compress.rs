@@ -6,11 +6,11 @@ use std::{collections::BTreeMap, path::Path, sync::Arc};
 use serde_json::json;
 
 use crate::{
-    error::{Context, Result, io},
+    error::{Context, Error, Result, io},
     mil::Program,
     ops::Opset,
     quant::{
-        self, Activations, Allocation, Calibration, Choices, Entry, Options, Policy, Report, Scheme,
+        self, Activations, Allocation, Calibration, Choices, Entry, Options, Policy, Report, Scheme, Skipped,
         Smoothed, Smoothing, Target,
     },
     ui,
@@ -50,11 +50,16 @@ pub(super) fn policy(text: Option<&str>, target: Target, opset: Opset) -> Result
 pub(super) fn choices(
     programs: &[&Program],
     opset: Opset,
+    smallest: usize,
     options: Options,
     calibration: Option<&Arc<Calibration>>,
 ) -> Result<Choices> {
     let candidates = options.target.welcome(quant::candidates(opset)?);
-    Choices::measure(programs, &candidates, options, calibration)
+    let choices = Choices::measure(programs, &candidates, smallest, options, calibration)?;
+    if choices.is_empty() {
+        return Err(nothing([left(&choices.skipped)]));
+    }
+    Ok(choices)
 }
 
 /// What a budget came to.
@@ -127,7 +132,7 @@ pub(super) fn summary(reports: &[(String, &Report)]) -> String {
                 .push(format!("  {place}{} to quantize", ui::counted(report.tensors.len() as u64, "weight"))),
         }
         lines.extend(met(report).map(|l| format!("  {place}{l}")));
-        lines.extend(left(report).map(|l| format!("  {place}{l}")));
+        lines.extend(left(&report.skipped).map(|l| format!("  {place}{l}")));
         let (before, after) = report.bits_per_weight();
         lines.push(format!(
             "  {place}weights {} → {}, {before:.2} → {after:.2} bits each",
@@ -190,10 +195,19 @@ pub(super) fn smoothing_json(alpha: f32, smoothing: &Smoothing) -> serde_json::V
     })
 }
 
+/// That nothing was compressed, and what stays as it is.
+pub(super) fn nothing(left: impl IntoIterator<Item = Option<String>>) -> Error {
+    let mut hint =
+        "`silane quantize` takes small ones with `--smallest N`, compressed ones with `--recompress`"
+            .to_string();
+    left.into_iter().flatten().for_each(|left| hint.push_str(&format!("\n  {left}")));
+    Error::new("there is no weight to quantize").hint(hint)
+}
+
 /// What stays as it is, by reason.
-pub(super) fn left(report: &Report) -> Option<String> {
+pub(super) fn left(skipped: &[Skipped]) -> Option<String> {
     let mut reasons: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
-    for s in &report.skipped {
+    for s in skipped {
         let sum = reasons.entry(s.why.as_str()).or_default();
         *sum = (sum.0 + 1, sum.1 + s.elements);
     }

@@ -34,6 +34,9 @@ which `convert` learns from a text (`--calibrate`).
 A recipe is a TOML file: `default`, `smallest`, and `[[rule]]` with `weight` (a pattern) or `op`, and `scheme`;
 the first rule that fits a weight decides.
 
+A budget chooses among lut3:g16, lut4:g16, lut4:g8, lut6:g16, lut8, lut8:g32, int8 and fp16, before iOS 18 among
+lut4, lut6, lut8, int8 and fp16.
+
 Examples:
   silane quantize bert.mlpackage -o small.mlpackage --scheme lut4:g16
   silane quantize llama/ -o llama-int4/ --target gpu --reference checkpoint/
@@ -52,10 +55,10 @@ pub(super) struct Args {
     #[arg(long, value_name = "SCHEME|RECIPE.toml", conflicts_with = "decompress")]
     scheme: Option<String>,
     /// Choose a scheme for each weight so that all take so many bits a weight, as in `4.5bpw`, by the errors of weights
-    #[arg(long, value_name = "BITS", conflicts_with_all = ["scheme", "max_size", "decompress", "smallest"])]
+    #[arg(long, value_name = "BITS", conflicts_with_all = ["scheme", "max_size", "decompress"])]
     budget: Option<Budget>,
     /// Choose a scheme for each weight so that all weights are no larger
-    #[arg(long, value_name = "SIZE", conflicts_with_all = ["scheme", "decompress", "smallest"], value_parser = byte_size)]
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["scheme", "decompress"], value_parser = byte_size)]
     max_size: Option<u64>,
     #[command(flatten)]
     how: How,
@@ -113,8 +116,8 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     if let Some(policy) = &policy {
         policy.refuse_unused(reports().map(|(_, r)| r.used.as_slice()))?;
         if reports().all(|(_, r)| r.tensors.is_empty()) {
-            let left: Vec<String> = reports().filter_map(|(_, r)| compress::left(r)).collect();
-            bail!("{}: there is no weight to quantize", args.package.display(); hint: "{}", left.join("\n"));
+            let left = reports().map(|(_, r)| compress::left(&r.skipped));
+            return Err(compress::nothing(left)).at(args.package.display());
         }
     }
     let before = args.reference.as_ref().map(|r| validate::measure(&args.package, r)).transpose()?;
@@ -215,11 +218,12 @@ fn policy(args: &Args, packages: &[(String, Package)]) -> Result<Policy> {
     let declared = packages.iter().flat_map(|(_, p)| p.program.functions.values());
     let opset = declared.filter_map(|f| Opset::from_wire(&f.opset)).max().unwrap_or(Opset::Ios15);
     let opset = args.minimum_os.map_or(opset, |os| opset.max(os.opset()));
+    let smallest = args.smallest.unwrap_or(quant::SMALLEST);
     if let Some(budget) = args.budget.or(args.max_size.map(Budget::Bytes)) {
         let raised =
             packages.iter().map(|(_, p)| raised(args, p, &mut |_| ())).collect::<Result<Vec<_>>>()?;
         let programs: Vec<&Program> = raised.iter().collect();
-        let choices = compress::choices(&programs, opset, options(args), None);
+        let choices = compress::choices(&programs, opset, smallest, options(args), None);
         let chosen = choices.and_then(|c| c.within(budget)).at(args.package.display())?;
         ui::talk(compress::chosen(&chosen));
         return Ok(chosen.policy);

@@ -16,7 +16,7 @@ use super::{
     calibration::{Calibration, tensors_of},
     guard::Target,
     policy::{Policy, Rule},
-    report::Report,
+    report::{Report, Skipped},
     scheme::Scheme,
 };
 use crate::{
@@ -65,10 +65,14 @@ pub struct Allocation {
 #[derive(Debug)]
 pub struct Choices {
     candidates: Vec<Scheme>,
+    /// Weights of fewer elements stay.
+    smallest: usize,
     items: Vec<Item>,
     /// Bytes of weights that stay as they are.
     fixed: u64,
     elements: u64,
+    /// What is no weight, is compressed already, or stays for another reason.
+    pub skipped: Vec<Skipped>,
 }
 
 /// One weight and what may become of it.
@@ -114,8 +118,8 @@ pub fn candidates(opset: Opset) -> Result<Vec<Scheme>> {
         Opset::Ios15 => {
             bail!("{opset} has none of the compressed forms"; hint: "`--minimum-os ios18` has all")
         }
-        Opset::Ios16 | Opset::Ios17 => &["lut4", "lut6", "int8", "fp16"],
-        _ => &["lut3:g16", "lut4:g16", "lut4:g8", "lut6:g16", "int8", "fp16"],
+        Opset::Ios16 | Opset::Ios17 => &["lut4", "lut6", "lut8", "int8", "fp16"],
+        _ => &["lut3:g16", "lut4:g16", "lut4:g8", "lut6:g16", "lut8", "lut8:g32", "int8", "fp16"],
     };
     all.iter().map(|text| text.parse()).collect()
 }
@@ -134,26 +138,28 @@ impl Allocation {
 }
 
 impl Choices {
-    /// Tries every candidate on every weight. Without calibration, or where it knows nothing of a weight, a weight's
+    /// Tries every candidate on every weight of so many elements at least. Without calibration, or where it knows nothing of a weight, a weight's
     /// relative error is what counts.
     pub fn measure(
         programs: &[&Program],
         candidates: &[Scheme],
+        smallest: usize,
         options: Options,
         calibration: Option<&Arc<Calibration>>,
     ) -> Result<Choices> {
         let mut items: BTreeMap<String, Item> = BTreeMap::new();
-        let (mut fixed, mut elements) = (0u64, 0u64);
+        let (mut fixed, mut elements, mut skipped) = (0u64, 0u64, Vec::new());
         for program in programs {
             let mut reports: Vec<(Scheme, Report)> = Vec::new();
             for scheme in candidates.iter().filter(|s| **s != Scheme::Dense) {
-                let policy = Policy::uniform(*scheme);
+                let policy = Policy { smallest, ..Policy::uniform(*scheme) };
                 let report = apply_calibrated(&mut (*program).clone(), &policy, options, calibration)?;
                 reports.push((*scheme, report));
             }
             let Some((_, first)) = reports.first() else { bail!("there is nothing to choose from") };
             elements += first.elements;
             fixed += first.before;
+            skipped.extend(first.skipped.iter().cloned());
             for entry in &first.tensors {
                 // The same weight has the same source, whatever becomes of it.
                 let source = entry.cell.source();
@@ -186,11 +192,12 @@ impl Choices {
             }
         }
         let mut items: Vec<Item> = items.into_values().collect();
-        if items.is_empty() {
-            bail!("there is no weight to quantize"; hint: "weights of fewer than 2048 elements stay as they are under a budget; `silane quantize --scheme S --smallest N` takes them");
-        }
         estimate_unknown(&mut items);
-        Ok(Choices { candidates: candidates.to_vec(), items, fixed, elements })
+        Ok(Choices { candidates: candidates.to_vec(), smallest, items, fixed, elements, skipped })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
     }
 
     /// The best of them within a budget, as foreseen.
@@ -267,7 +274,7 @@ impl Choices {
         }
         Ok(Allocation {
             loss: self.items.iter().zip(&items).map(foreseen).sum(),
-            policy: policy(&items)?,
+            policy: Policy { smallest: self.smallest, ..policy(&items)? },
             schemes,
             measured: None,
             bytes,

@@ -43,7 +43,7 @@ pub use dense::decompress;
 pub use encoded::{Encoded, Stats, encode};
 pub use guard::Target;
 pub use layout::Layout;
-pub use policy::{Policy, Rule};
+pub use policy::{Policy, Rule, SMALLEST};
 pub use raise::raise;
 pub use report::{Entry, Report, Skipped, Total, decibels};
 pub use scheme::Scheme;

@@ -9,8 +9,8 @@ use silane::{
     ops::Opset,
     passes,
     quant::{
-        self, Budget, Calibration, Choices, Curve, Entry, Inputs, Method, Options, Policy, Report, Scheme,
-        apply_calibrated, candidates,
+        self, Budget, Calibration, Choices, Curve, Entry, Inputs, Method, Options, Policy, Report, SMALLEST,
+        Scheme, apply_calibrated, candidates,
     },
     reference::{Decoder, Observed, Wanted},
 };
@@ -155,7 +155,8 @@ fn the_same_bytes_on_any_number_of_threads() {
         pool.install(|| {
             let report = model.quantize(&uniform("lut4:g16"), Some(&gptq));
             let schemes = candidates(Opset::Ios18).unwrap();
-            let choices = Choices::measure(&[&model.program], &schemes, OPTIONS, Some(&gptq)).unwrap();
+            let choices =
+                Choices::measure(&[&model.program], &schemes, SMALLEST, OPTIONS, Some(&gptq)).unwrap();
             let recipe = choices.within(Budget::BitsPerWeight(6.0)).unwrap().policy.text().unwrap();
             (report.tensors.iter().map(|e| e.values().unwrap().0).collect(), recipe)
         })
@@ -169,7 +170,7 @@ fn budgets_are_kept_and_beat_one_scheme_for_all() {
         let model = Model::new(name);
         let how = model.calibration(Method::Importance);
         let schemes = candidates(Opset::Ios18).unwrap();
-        let choices = Choices::measure(&[&model.program], &schemes, OPTIONS, Some(&how)).unwrap();
+        let choices = Choices::measure(&[&model.program], &schemes, SMALLEST, OPTIONS, Some(&how)).unwrap();
         for scheme in schemes.iter().filter(|s| **s != Scheme::Dense) {
             let (bytes, loss) = choices.uniform(scheme);
             let report = model.quantize(&Policy::uniform(*scheme), Some(&how));
@@ -203,7 +204,7 @@ fn what_is_nearest_is_measured() {
     let model = Model::new("llama");
     let how = model.calibration(Method::Feedback);
     let schemes = candidates(Opset::Ios18).unwrap();
-    let choices = Choices::measure(&[&model.program], &schemes, OPTIONS, Some(&how)).unwrap();
+    let choices = Choices::measure(&[&model.program], &schemes, SMALLEST, OPTIONS, Some(&how)).unwrap();
     let cost = |scheme: &dyn Fn(&str) -> Option<Scheme>| {
         let (mut decoder, mut changed) = (model.decoder.clone(), model.decoder.clone());
         for (name, shape) in decoder.weights() {

@@ -96,9 +96,18 @@ fn what_cannot_be_done_is_refused() {
 
         $ silane quantize conv_ios16.mlpackage -o o.mlpackage --scheme int8
         stderr: error: conv_ios16.mlpackage: there is no weight to quantize
-        stderr:   hint: left as they are:
+        stderr:   hint: `silane quantize` takes small ones with `--smallest N`, compressed ones with `--recompress`
+        stderr:   left as they are:
         stderr:     3 constants of 176 elements: fewer than 2048 elements
         stderr:     1 constant of 4 elements: `bias` of conv, which is no weight
+        [exit 2]
+
+        $ silane quantize lut6_ios18.mlpackage -o o.mlpackage --budget 8bpw
+        stderr: error: lut6_ios18.mlpackage: there is no weight to quantize
+        stderr:   hint: `silane quantize` takes small ones with `--smallest N`, compressed ones with `--recompress`
+        stderr:   left as they are:
+        stderr:     3 constants of 135 elements: compressed already, by constexpr_lut_to_dense
+        stderr:     3 constants of 15 elements: `bias` of linear, which is no weight
         [exit 2]
 
         $ silane quantize conv_ios16.mlpackage -o o.mlpackage --scheme lut4:g16 --smallest 1
@@ -160,6 +169,7 @@ fn what_cannot_be_done_is_refused() {
         "quantize silero_vad_compiled.mlmodelc -o o.mlpackage",
         "quantize milc_int8_enumerated.mlpackage -o o.mlpackage",
         "quantize conv_ios16.mlpackage -o o.mlpackage --scheme int8",
+        "quantize lut6_ios18.mlpackage -o o.mlpackage --budget 8bpw",
         "quantize conv_ios16.mlpackage -o o.mlpackage --scheme lut4:g16 --smallest 1",
         "quantize fp32_ios15.mlpackage -o o.mlpackage --scheme int8",
         "quantize lut6_ios18.mlpackage -o o.mlpackage --scheme int4:b32",
@@ -437,6 +447,13 @@ fn a_budget_needs_no_text() {
         json["tensors"].as_array().unwrap().iter().map(one).sum()
     };
     assert!(errors(&chosen) <= errors(&alone), "{} {}", errors(&chosen), errors(&alone));
+    // Small weights are left where that is asked for, and the recipe says so.
+    let small = ["--budget", "9bpw", "--smallest", "40000", "--write-recipe", "s.toml"];
+    let (code, few, err) = run(&[&quantize[..], &["s.mlpackage"], &small].concat());
+    assert_eq!(code, 0, "{err}");
+    let count = |json: &serde_json::Value| json["tensors"].as_array().unwrap().len();
+    assert!((1..count(&after)).contains(&count(&few)), "{few}");
+    assert!(fs::read_to_string(bench.path("s.toml")).unwrap().contains("smallest = 40000"));
     let (code, _, err) = run(&[&quantize[..], &["n.mlpackage", "--budget", "1bpw"]].concat());
     assert!(code == 2 && err.contains("bytes at least"), "{err}");
     assert!(!bench.path("n.mlpackage").exists());
