@@ -57,7 +57,7 @@ impl Solver {
         self.within_bands(few)
     }
 
-    /// The best cuts of which each is within its band; bands start and end in rising order.
+    /// The best cuts of which each is within its band; each band starts and ends after the one before.
     fn within_bands(&mut self, few: bool) -> Vec<usize> {
         let (mut before, mut now) = (std::mem::take(&mut self.costs[0]), std::mem::take(&mut self.costs[1]));
         let mut cuts = std::mem::take(&mut self.cuts);
@@ -91,8 +91,13 @@ impl Solver {
     fn fast(&mut self, h: &Histogram, entries: usize) -> Vec<usize> {
         const FINER: usize = 4;
         let n = h.values.len();
-        // Few entries have solutions that are far apart and all but as good.
-        let reach = if entries > FEW { 64 } else { (n / 256).clamp(8, 32) };
+        // Few entries have solutions that are far apart and all but as good: a share of the segments beside a cut
+        // at last, of which the middle ones hold most values.
+        let reach = |at: &[usize], cut: usize, last: bool| match entries {
+            _ if entries > FEW => 64,
+            _ if last => ((at[cut + 1] - at[cut - 1]) / 20).max(8),
+            _ => (n / 256).clamp(8, 32),
+        };
         let (mut cuts, mut edges) = self.start(h, entries);
         // At its own edges a start of few entries is the best.
         let mut begun = entries > FEW;
@@ -117,13 +122,21 @@ impl Solver {
                     self.bands.extend(at.iter().enumerate().map(|(c, cut)| match c {
                         0 => (0, 0),
                         c if c == entries => (bins, bins),
-                        c => (cut.saturating_sub(reach).max(c), (cut + reach).min(bins - (entries - c))),
+                        c => {
+                            let reach = reach(&at, c, !few);
+                            (cut.saturating_sub(reach).max(c), (cut + reach).min(bins - (entries - c)))
+                        }
                     }));
+                    for c in 1..entries {
+                        let back = entries - c;
+                        self.bands[c].0 = self.bands[c].0.max(self.bands[c - 1].0 + 1);
+                        self.bands[back].1 = self.bands[back].1.min(self.bands[back + 1].1 - 1);
+                    }
                     let better = self.within_bands(few);
-                    let moved = better.iter().zip(&at).map(|(a, b)| a.abs_diff(*b)).max().unwrap_or(0);
+                    let near = (1..entries).all(|c| 2 * better[c].abs_diff(at[c]) <= reach(&at, c, !few));
                     at = better;
                     // Bands need no moving where all cuts are well within them.
-                    if moved <= reach / 2 {
+                    if near {
                         break;
                     }
                 }
@@ -168,12 +181,12 @@ impl Solver {
     /// Cuts of the best solution of few entries over few bins, each segment of which is given its share of
     /// the others; and the ends of the bins.
     fn start(&mut self, h: &Histogram, entries: usize) -> (Vec<usize>, Vec<usize>) {
-        const BINS: usize = 8;
+        const BINS: usize = 8 * FEW;
         const TAIL: usize = 16;
         let n = h.values.len();
         let few = entries.min(FEW);
         self.density(h);
-        let bins = (BINS * few).min(n);
+        let bins = BINS.min(n);
         // The outermost values are bins by themselves: which of them have their own entry decides much.
         let tail = TAIL.min((n - bins) / 2);
         let mut edges: Vec<usize> = (0..tail).collect();
@@ -308,6 +321,13 @@ impl Sums {
         now: &mut [f64],
         cuts: &mut [u16],
     ) {
+        if from.0 == from.1 {
+            for to in low..=high {
+                now[to - base] = self.best(from.0, from.0 + 1, to, &before[from.0 - band.0..]).1;
+                cuts[to - base] = from.0 as u16;
+            }
+            return;
+        }
         let middle = low.midpoint(high);
         let (at, best) = self.best(from.0, from.1.min(middle - 1) + 1, middle, &before[from.0 - band.0..]);
         now[middle - base] = best;
@@ -344,23 +364,26 @@ impl Sums {
         let (w, rest_w) = self.weight[start..end].as_chunks::<LANES>();
         let (f, rest_f) = self.first[start..end].as_chunks::<LANES>();
         let (s, rest_s) = self.second[start..end].as_chunks::<LANES>();
-        let (mut least, mut which) = ([f64::INFINITY; LANES], [0f64; LANES]);
-        let mut count = 0.0;
-        // Four slices of one length; zipped iterators are not inlined here.
-        for i in 0..b.len().min(w.len()).min(f.len()).min(s.len()) {
-            let (b, w, f, s) = (&b[i], &w[i], &f[i], &s[i]);
-            for lane in 0..LANES {
-                let cost = cost(b[lane], w[lane], f[lane], s[lane]);
-                let better = cost < least[lane];
-                least[lane] = if better { cost } else { least[lane] };
-                which[lane] = if better { count } else { which[lane] };
+        // Most searches are among a few.
+        if !b.is_empty() {
+            let (mut least, mut which) = ([f64::INFINITY; LANES], [0f64; LANES]);
+            let mut count = 0.0;
+            // Four slices of one length; zipped iterators are not inlined here.
+            for i in 0..b.len().min(w.len()).min(f.len()).min(s.len()) {
+                let (b, w, f, s) = (&b[i], &w[i], &f[i], &s[i]);
+                for lane in 0..LANES {
+                    let cost = cost(b[lane], w[lane], f[lane], s[lane]);
+                    let better = cost < least[lane];
+                    least[lane] = if better { cost } else { least[lane] };
+                    which[lane] = if better { count } else { which[lane] };
+                }
+                count += 1.0;
             }
-            count += 1.0;
-        }
-        for lane in 0..LANES {
-            let i = start + which[lane] as usize * LANES + lane;
-            if least[lane] < best || least[lane] == best && i < at {
-                (at, best) = (i, least[lane]);
+            for lane in 0..LANES {
+                let i = start + which[lane] as usize * LANES + lane;
+                if least[lane] < best || least[lane] == best && i < at {
+                    (at, best) = (i, least[lane]);
+                }
             }
         }
         for i in 0..rest_b.len() {
