@@ -5,8 +5,8 @@
 
 Checkpoints are converted and proven as `encoders.py` and `decoders.py` do, some in the forms of `prefill.py` too. Packages of other tools are loaded by
 coremltools, inspected by silane, and where weights and ops allow it run by silane and by the oracle on the same random
-inputs, each function by itself. Weights are quantized in some schemes as `quant.py` does in all. The last line says how
-many passed and failed.
+inputs, each function by itself; so are two checkpoints that are quantized by what a text taught. Weights are quantized in
+some schemes as `quant.py` does in all. The last line says how many passed and failed.
 
 The oracle is looked for beside the repository, at `shared/oracle/milrun.py`.
 """
@@ -58,6 +58,18 @@ def main():
                 said = f"FAIL {e}"
                 failed += 1
             print(f"{package.name:<40} {said}", flush=True)
+        print()
+        for name, how in quant.TAUGHT.items():
+            for folder in (tiny / "llama", tiny / "gemma3_text"):
+                package = work / "taught.mlpackage"
+                try:
+                    quant.convert(outside, folder, package, *how, "--context-length", "64", "--prefill-chunk", "8")
+                    said = examine(outside, package, work)
+                    passed += 1
+                except Exception as e:
+                    said = f"FAIL {e}"
+                    failed += 1
+                print(f"{folder.name:<16} {name:<23} {said}", flush=True)
         print()
         right, wrong, _ = quant.made(quant.Here(outside.silane, outside.oracle), work, quick=True)
         passed, failed = passed + right, failed + wrong

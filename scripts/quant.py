@@ -15,7 +15,7 @@ targets, is quantized in every scheme. Columns:
 
 Packages, and folders of them, that are given are quantized as int8, lut4, lut6 and int4:b32; further columns are the
 bytes of the weights before and after and the PSNR of outputs on random inputs. Checkpoints are converted with
-`--quantize` and validated. What silane refuses is shown with its reason and counts as neither passed nor failed.
+`--quantize` and `--budget` and validated. What silane refuses is shown with its reason and counts as neither passed nor failed.
 
 Needs a Python with coremltools 9.0, numpy 1.26.4 and safetensors.
 """
@@ -44,6 +44,17 @@ NEW = OLD + [
 ]
 QUICK = ["int8", "uint8", "int4:b16", "lut3:g8", "lut4:g16:v2", "lut4:g16:i8", "sparse50", "2:4+int4:b16", "sparse50+lut4"]
 THIRD_PARTY = ["int8", "lut4", "lut6", "int4:b32"]
+TAUGHT = {
+    "w8a8": ["--quantize", "w8a8", "--calibrate-tokens", "1024"],
+    "w8a8, smoothed": ["--quantize", "w8a8", "--calibrate-tokens", "1024", "--smooth", "0.5"],
+    "lut4:g16, importance": ["--quantize", "lut4:g16", "--calibrate-tokens", "1024", "--importance"],
+    "int4, GPTQ, smoothed": ["--quantize", "int4", "--calibrate-tokens", "1024", "--gptq", "--smooth", "0.5"],
+    "5 bits, GPTQ": ["--budget", "5bpw", "--calibrate-tokens", "1024", "--gptq"],
+}
+WAYS = {
+    scheme: ["--quantize", scheme, "--allow-slow"]
+    for scheme in ["int8", "lut8:g16", "lut6:g16", "lut4:g8", "lut4:g16", "lut4", "int4:b16", "2:4", "sparse50+lut4"]
+} | TAUGHT
 
 
 def main():
@@ -345,21 +356,12 @@ def outputs(outside, before, after, work):
 
 
 def checkpoint(outside, folder, work):
-    """A checkpoint, converted in several schemes and validated at the error that these allow."""
+    """A checkpoint, converted in several ways and validated at the error that these allow."""
     passed = failed = 0
-    for scheme in ["int8", "lut8:g16", "lut6:g16", "lut4:g8", "lut4:g16", "lut4", "int4:b16", "2:4", "sparse50+lut4", "w8a8"]:
+    for name, how in WAYS.items():
         out = work / "converted.mlpackage"
-        command = [outside.silane, "convert", folder, "-o", out, "--quantize", scheme, "--allow-slow", "--force", "--validate", "--json"]
-        command += ["--context-length", "64", "--prefill-chunk", "8"]
-        if scheme == "w8a8":
-            command += ["--calibrate", Path(__file__).resolve().parent.parent / "README.md"]
-        done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-        if "has no reference" in done.stderr:  # only language models can be calibrated
-            continue
         try:
-            if done.returncode not in (0, 1):
-                raise RuntimeError(done.stderr.strip())
-            said = json.loads(done.stdout)
+            said = convert(outside, folder, out, *how, "--validate", "--context-length", "64", "--prefill-chunk", "8")
             if problems := outside.problems(out):
                 raise RuntimeError(problems[0])
             total = said["quantization"]["compressed"]
@@ -368,10 +370,25 @@ def checkpoint(outside, folder, work):
             if not said["validation"]["pass"]:
                 raise RuntimeError(f"not valid: {row}")
             passed += 1
+        except Refused:  # only language models can be calibrated
+            continue
         except Exception as e:
             row, failed = f"FAIL {e}", failed + 1
-        print(f"{folder.name:<28} {scheme:<18} {row}", flush=True)
+        print(f"{folder.name:<28} {name:<24} {row}", flush=True)
     return passed, failed, 0
+
+
+def convert(outside, folder, out, *how):
+    """What silane says of a conversion, which may be calibrated on its own README."""
+    command = [outside.silane, "convert", folder, "-o", out, "--force", "--no-tokenizer", "--json", *how]
+    if "--calibrate-tokens" in how:
+        command += ["--calibrate", Path(__file__).resolve().parent.parent / "README.md"]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if "has no reference" in done.stderr:
+        raise Refused(done.stderr.strip())
+    if done.returncode not in (0, 1):
+        raise RuntimeError(done.stderr.strip())
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":
