@@ -99,7 +99,7 @@ fn main() {
         }
     };
     uniform("fp16", "");
-    for scheme in ["int8", "lut6:g16", "lut4:g16", "int4", "lut3:g16"] {
+    for scheme in ["int8", "lut8", "lut6:g16", "lut4:g16", "int4"] {
         for how in ["", "importance", "gptq"] {
             uniform(scheme, how);
         }

@@ -3,10 +3,11 @@
 
     outside.py [SILANE]
 
-Checkpoints are converted and proven as `encoders.py` and `decoders.py` do, some in the forms of `prefill.py` too. Packages of other tools are loaded by
-coremltools, inspected by silane, and where weights and ops allow it run by silane and by the oracle on the same random
-inputs, each function by itself; so are two checkpoints that are quantized by what a text taught. Weights are quantized in
-some schemes as `quant.py` does in all. The last line says how many passed and failed.
+Checkpoints are converted and proven as `encoders.py` and `decoders.py` do, some in the forms of `prefill.py` too.
+Packages of other tools are loaded by coremltools, inspected by silane, and where weights and ops allow it run by silane
+and by the oracle on the same random inputs, each function by itself; so are two checkpoints that are quantized by what a
+text taught. Weights are quantized in some schemes as `quant.py` does in all. The last line says how many passed and
+failed.
 
 The oracle is looked for beside the repository, at `shared/oracle/milrun.py`.
 """
@@ -50,26 +51,19 @@ def main():
         right, wrong = table(prefill.COLUMNS, prefill.row, outside, cases, work)
         passed, failed = passed + right, failed + wrong
         print()
-        for package in sorted((ROOT / "fixtures" / "packages").glob("*.mlpackage")):
+        packages = sorted((ROOT / "fixtures" / "packages").glob("*.mlpackage"))
+        checks = [(f"{p.name:<40}", lambda p=p: examine(outside, p, work)) for p in packages]
+        for name, how in quant.TAUGHT.items():
+            for folder in (tiny / "llama", tiny / "gemma3_text"):
+                checks.append((f"{folder.name:<16} {name:<23}", lambda f=folder, how=how: taught(outside, f, how, work)))
+        for name, check in checks:
             try:
-                said = examine(outside, package, work)
+                said = check()
                 passed += 1
             except Exception as e:
                 said = f"FAIL {e}"
                 failed += 1
-            print(f"{package.name:<40} {said}", flush=True)
-        print()
-        for name, how in quant.TAUGHT.items():
-            for folder in (tiny / "llama", tiny / "gemma3_text"):
-                package = work / "taught.mlpackage"
-                try:
-                    quant.convert(outside, folder, package, *how, "--context-length", "64", "--prefill-chunk", "8")
-                    said = examine(outside, package, work)
-                    passed += 1
-                except Exception as e:
-                    said = f"FAIL {e}"
-                    failed += 1
-                print(f"{folder.name:<16} {name:<23} {said}", flush=True)
+            print(f"{name} {said}", flush=True)
         print()
         right, wrong, _ = quant.made(quant.Here(outside.silane, outside.oracle), work, quick=True)
         passed, failed = passed + right, failed + wrong
@@ -81,6 +75,13 @@ def kind_of(folder):
     """Whether the stored outputs are generated text."""
     with safe_open(folder / "reference.safetensors", "np") as reference:
         return decoders if "greedy.token_ids" in reference.keys() else encoders
+
+
+def taught(outside, folder, how, work):
+    """A checkpoint that is converted so, with what a text taught."""
+    package = work / "taught.mlpackage"
+    quant.convert(outside, folder, package, *how, "--context-length", "64", "--prefill-chunk", "8")
+    return examine(outside, package, work)
 
 
 def examine(outside, package, work):
