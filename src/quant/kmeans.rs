@@ -91,8 +91,8 @@ impl Solver {
     fn fast(&mut self, h: &Histogram, entries: usize) -> Vec<usize> {
         const FINER: usize = 4;
         let n = h.values.len();
-        // Few entries have solutions that are far apart and all but as good: a share of the segments beside a cut
-        // at last, of which the middle ones hold most values.
+        // Few entries have solutions that are far apart and all but as good. In single values, bands are a share of
+        // the segments beside a cut: where values are dense, the better cut may be many away.
         let reach = |at: &[usize], cut: usize, last: bool| match entries {
             _ if entries > FEW => 64,
             _ if last => ((at[cut + 1] - at[cut - 1]) / 20).max(8),
