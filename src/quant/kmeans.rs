@@ -181,12 +181,14 @@ impl Solver {
     /// Cuts of the best solution of few entries over few bins, each segment of which is given its share of
     /// the others; and the ends of the bins.
     fn start(&mut self, h: &Histogram, entries: usize) -> (Vec<usize>, Vec<usize>) {
+        // So many at most, and fewer where each would have fewer values.
         const BINS: usize = 8 * FEW;
+        const VALUES: usize = 60;
         const TAIL: usize = 16;
         let n = h.values.len();
         let few = entries.min(FEW);
         self.density(h);
-        let bins = BINS.min(n);
+        let bins = (n / VALUES).clamp(BINS / 2, BINS).min(n);
         // The outermost values are bins by themselves: which of them have their own entry decides much.
         let tail = TAIL.min((n - bins) / 2);
         let mut edges: Vec<usize> = (0..tail).collect();
