@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 schemes=(int8 int8:t int8:o uint8 int4 int4:b32 uint4:b32 lut1 lut2:g8 lut3:g8 lut4 lut4:g16 lut4:g16i lut4:g2048i lut4:g16:i8
-    lut6 lut6:g16 lut8 lut4:v2 lut4:v2:g16 lut8:v4 sparse10 sparse50 2:4 sparse50+int8 sparse50+int8:t
+    lut6 lut6:g16 lut8 lut8:g32 lut4:v2 lut4:v2:g16 lut8:v4 sparse10 sparse50 2:4 sparse50+int8 sparse50+int8:t
     sparse50+int4:b32 sparse50+lut4 sparse50+lut4:g16 sparse50+lut4:g16i 2:4+lut4:g16)
 rows=4096 columns=4096 silane='' given=()
 while [ $# -gt 0 ]; do

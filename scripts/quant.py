@@ -15,7 +15,8 @@ targets, is quantized in every scheme. Columns:
 
 Packages, and folders of them, that are given are quantized as int8, lut4, lut6 and int4:b32; further columns are the
 bytes of the weights before and after and the PSNR of outputs on random inputs. Checkpoints are converted with
-`--quantize` and `--budget` and validated. What silane refuses is shown with its reason and counts as neither passed nor failed.
+`--quantize` and `--budget` and validated. What silane refuses is shown with its reason and counts as neither passed nor
+failed.
 
 Needs a Python with coremltools 9.0, numpy 1.26.4 and safetensors.
 """

@@ -35,7 +35,7 @@ A recipe is a TOML file: `default`, `smallest`, and `[[rule]]` with `weight` (a 
 the first rule that fits a weight decides.
 
 A budget chooses among lut3:g16, lut4:g16, lut4:g8, lut6:g16, lut8, lut8:g32, int8 and fp16, before iOS 18 among
-lut4, lut6, lut8, int8 and fp16.
+lut4, lut6, lut8, int8 and fp16, of which those that run badly on the target are left out.
 
 Examples:
   silane quantize bert.mlpackage -o small.mlpackage --scheme lut4:g16

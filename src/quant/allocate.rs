@@ -138,8 +138,8 @@ impl Allocation {
 }
 
 impl Choices {
-    /// Tries every candidate on every weight of so many elements at least. Without calibration, or where it knows nothing of a weight, a weight's
-    /// relative error is what counts.
+    /// Tries every candidate on every weight of `smallest` elements or more. Without calibration, or where it knows
+    /// nothing of a weight, a weight's relative error is what counts.
     pub fn measure(
         programs: &[&Program],
         candidates: &[Scheme],

@@ -93,10 +93,10 @@ impl Solver {
         let n = h.values.len();
         // Few entries have solutions that are far apart and all but as good. In single values, bands are a share of
         // the segments beside a cut: where values are dense, the better cut may be many away.
-        let reach = |at: &[usize], cut: usize, last: bool| match entries {
-            _ if entries > FEW => 64,
-            _ if last => ((at[cut + 1] - at[cut - 1]) / 20).max(8),
-            _ => (n / 256).clamp(8, 32),
+        let reach = |at: &[usize], cut: usize, last: bool| match (entries > FEW, last) {
+            (true, _) => 64,
+            (false, true) => ((at[cut + 1] - at[cut - 1]) / 20).max(8),
+            (false, false) => (n / 256).clamp(8, 32),
         };
         let (mut cuts, mut edges) = self.start(h, entries);
         // At its own edges a start of few entries is the best.
@@ -127,6 +127,7 @@ impl Solver {
                             (cut.saturating_sub(reach).max(c), (cut + reach).min(bins - (entries - c)))
                         }
                     }));
+                    // Where segments are of very different lengths, bands could pass each other.
                     for c in 1..entries {
                         let back = entries - c;
                         self.bands[c].0 = self.bands[c].0.max(self.bands[c - 1].0 + 1);
@@ -323,6 +324,7 @@ impl Sums {
         now: &mut [f64],
         cuts: &mut [u16],
     ) {
+        // One start is left for all of them.
         if from.0 == from.1 {
             for to in low..=high {
                 now[to - base] = self.best(from.0, from.0 + 1, to, &before[from.0 - band.0..]).1;

@@ -4,7 +4,11 @@ use std::{fs, path::Path};
 
 use expect_test::expect;
 use serde_json::json;
-use silane::package::{Save, open_program, save};
+use silane::{
+    ops::Opset,
+    package::{Save, open_program, save},
+    quant::candidates,
+};
 
 use super::{Bench, files, models::Model};
 
@@ -460,6 +464,19 @@ fn a_budget_needs_no_text() {
     let (code, _, err) =
         run(&[&quantize[..], &["n.mlpackage", "--budget", "4bpw", "--scheme", "int8"]].concat());
     assert!(code == 2 && err.contains("--scheme"), "{err}");
+}
+
+/// The help names what there is to choose from.
+#[test]
+fn help_names_what_a_budget_chooses_among() {
+    let help = Bench::with_packages(&[]).run(&["quantize", "--help"]).out;
+    for (opset, before) in [(Opset::Ios18, "A budget chooses among"), (Opset::Ios17, "before iOS 18 among")] {
+        let all: Vec<String> = candidates(opset).unwrap().iter().map(ToString::to_string).collect();
+        let (last, others) = all.split_last().unwrap();
+        let said = format!("{before} {} and {last}", others.join(", "));
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(help.contains(&said), "{said}: {help}");
+    }
 }
 
 /// Activations are quantized by what a text gave the layers, where the recipe says so, and validated as such.
