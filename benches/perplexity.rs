@@ -1,7 +1,7 @@
 //! What quantization costs a language model: perplexity, divergence and true bits a weight, scheme by scheme.
 //!
 //! ```text
-//! cargo bench --profile dev --bench perplexity -- CHECKPOINT [TOKENS TO CALIBRATE ON [TOKENS TO FORESEE [ROWS]]]
+//! cargo bench --profile dev --bench perplexity -- CHECKPOINT [TOKENS TO CALIBRATE ON [TOKENS TO FORESEE [ROWS]]] [--rotate]
 //! ```
 //!
 //! Calibrated on the first two chapters of a novel, schemes chosen on the 1,024 tokens after those, measured on
@@ -25,6 +25,7 @@ use silane::{
     checkpoint::Checkpoint,
     graph::{Builder, In},
     mil::{DType, Program, Type, Weight, constant::encode_floats},
+    models,
     ops::Opset,
     quant::{
         self, Allocation, Budget, Calibration, Choices, Inputs, Method, Options, Policy, Report, Scheme,
@@ -49,7 +50,11 @@ fn main() {
         return;
     };
     let number = |at: usize, or: usize| args.get(at).map_or(or, |n| n.parse().unwrap());
-    let checkpoint = Checkpoint::open(folder).unwrap();
+    let mut checkpoint = Checkpoint::open(folder).unwrap();
+    if std::env::args().any(|a| a == "--rotate") {
+        let rotated = models::rotated(&checkpoint, checkpoint.config.model_type().unwrap()).unwrap();
+        checkpoint = rotated.checkpoint;
+    }
     let text = include_str!("text/moby-dick.txt");
     let (before, after) = text.split_once("CHAPTER 3.").unwrap();
     let tokenizer = checkpoint.tokenizer().unwrap();

@@ -5,7 +5,7 @@
 
 Checkpoints are converted and proven as `encoders.py` and `decoders.py` do, some in the forms of `prefill.py` too.
 Packages of other tools are loaded by coremltools, inspected by silane, and where weights and ops allow it run by silane
-and by the oracle on the same random inputs, each function by itself; so are two checkpoints that are quantized by what a
+and by the oracle on the same random inputs, each function by itself; so are three checkpoints that are quantized by what a
 text taught. Weights are quantized in some schemes as `quant.py` does in all. The last line says how many passed and
 failed.
 
@@ -54,7 +54,7 @@ def main():
         packages = sorted((ROOT / "fixtures" / "packages").glob("*.mlpackage"))
         checks = [(f"{p.name:<40}", lambda p=p: examine(outside, p, work)) for p in packages]
         for name, how in quant.TAUGHT.items():
-            for folder in (tiny / "llama", tiny / "gemma3_text"):
+            for folder in (tiny / "llama", tiny / "smollm3", tiny / "gemma3_text"):
                 checks.append((f"{folder.name:<16} {name:<23}", lambda f=folder, how=how: taught(outside, f, how, work)))
         for name, check in checks:
             try:

@@ -9,6 +9,7 @@ mod config;
 pub mod hub;
 mod pooling;
 mod quantized;
+mod rotate;
 mod safetensors;
 mod task;
 mod tensors;
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 pub use chat::ChatTemplate;
 pub use config::Config;
 pub use pooling::{Pooling, PoolingMode};
+pub use rotate::{Fold, Scale, Table};
 pub use task::Task;
 pub use tensors::{Info, Tensors};
 pub use tokenizer::{Encoding, Tokenizer, tokenizer_files};
@@ -29,13 +31,15 @@ use crate::{
     error::{Result, io},
 };
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Checkpoint {
     pub dir: PathBuf,
     pub config: Config,
     pub tensors: Tensors,
     /// The id it was found by, when it was one of the Hub's.
     pub hub_id: Option<String>,
+    /// Whether the tensors compute what those of the files do by rotated activations.
+    pub rotated: bool,
     /// What the user should know, though nothing is wrong.
     pub notes: Vec<String>,
 }
@@ -65,7 +69,7 @@ impl Checkpoint {
         let files = weights::find(dir)?;
         let mut notes = files.notes.clone();
         let tensors = Tensors::open(&files, &config, &mut notes)?;
-        Ok(Checkpoint { dir: dir.to_path_buf(), config, tensors, hub_id: None, notes })
+        Ok(Checkpoint { dir: dir.to_path_buf(), config, tensors, hub_id: None, rotated: false, notes })
     }
 
     /// Every file that a conversion reads: config, weights, and the sentence-transformers files.

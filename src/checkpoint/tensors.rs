@@ -19,9 +19,11 @@ use crate::{
     mil::{Bytes, DType, Weight},
 };
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Tensors {
     entries: BTreeMap<String, Info>,
+    /// What is read in the place of tensors of the files, and what they do not have.
+    replaced: BTreeMap<String, Weight>,
     fp8_block: [usize; 2],
 }
 
@@ -36,7 +38,8 @@ pub struct Info {
 
 impl Tensors {
     pub(super) fn open(files: &WeightFiles, config: &Config, notes: &mut Vec<String>) -> Result<Tensors> {
-        let mut tensors = Tensors { entries: BTreeMap::new(), fp8_block: fp8_block(config) };
+        let mut tensors =
+            Tensors { entries: BTreeMap::new(), replaced: BTreeMap::new(), fp8_block: fp8_block(config) };
         for file in &files.files {
             tensors.add_file(file, files.index.as_ref())?;
         }
@@ -54,7 +57,7 @@ impl Tensors {
     }
 
     pub fn contains(&self, name: &str) -> bool {
-        self.find(name).is_some()
+        self.replaced.contains_key(name) || self.find(name).is_some()
     }
 
     pub fn get(&self, name: &str) -> Option<&Info> {
@@ -62,11 +65,22 @@ impl Tensors {
     }
 
     pub fn shape(&self, name: &str) -> Result<&[usize]> {
+        if let Some(weight) = self.replaced.get(name) {
+            return Ok(&weight.shape);
+        }
         self.find(name).map(|(_, info)| info.shape.as_slice()).ok_or_else(|| self.missing(name))
+    }
+
+    /// Has another weight read in the place of a tensor, or one that the files do not have.
+    pub fn replace(&mut self, name: &str, weight: Weight) {
+        self.replaced.insert(name.into(), weight);
     }
 
     /// The tensor as it is stored; 8-bit floats with block scales come out as fp32.
     pub fn weight(&self, name: &str) -> Result<Weight> {
+        if let Some(weight) = self.replaced.get(name) {
+            return Ok(weight.clone());
+        }
         let (name, info) = self.find(name).ok_or_else(|| self.missing(name))?;
         let native = info.weight(name);
         match self.entries.get(&format!("{name}_scale_inv")) {

@@ -26,7 +26,7 @@ use crate::{
     error::{Context, Result, io},
     graph::{self, Checked},
     mil::{DType, Program},
-    models::{self, Chunks, Mixture, Part, Parts, Plan},
+    models::{self, Chunks, Mixture, Part, Parts, Plan, Rotated},
     nn::cache::Update,
     ops::Opset,
     package::{self, Interface, Save},
@@ -41,7 +41,7 @@ Examples:
   silane convert org/sentences -o sentences.mlpackage --sequence-length 256 --batch 8
   silane convert llama/ -o llama.mlpackage --context-length 1024 --prefill-chunk 128 --validate
   silane convert large/ -o large --max-part-size 500MB
-  silane convert llama/ -o llama --quantize lut4:g16 --calibrate text.txt --gptq
+  silane convert llama/ -o llama --quantize lut4:g16 --rotate --calibrate text.txt --gptq
   silane convert llama/ -o llama --quantize w8a8 --calibrate text.txt --smooth 0.5
   silane convert llama/ -o llama --budget 4.5bpw --calibrate text.txt --write-recipe recipe.toml
   silane convert bert/ --dry-run --json";
@@ -110,6 +110,10 @@ pub(super) struct Args {
     /// Compress the weights; `silane quantize --help` says how
     #[arg(long, value_name = "SCHEME|RECIPE.toml", help_heading = compress::HEADING)]
     quantize: Option<String>,
+    /// Rotate a language model's activations by an orthogonal matrix that is folded into its weights: it computes
+    /// the same, and rounding weights loses less
+    #[arg(long, help_heading = compress::HEADING)]
+    rotate: bool,
     #[command(flatten)]
     how: How,
     #[command(flatten)]
@@ -251,7 +255,10 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         bail!("a calibration text is given and nothing is quantized"; hint: "`--quantize SCHEME` or `--budget BITS`");
     }
     policy.as_ref().map_or(Ok(()), |p| p.refuse_untaught(args.calibrating.asked()))?;
-    let mut parts = models::build(&checkpoint, &plan, model_type)?;
+    let rotated = if args.rotate { Some(models::rotated(&checkpoint, model_type)?) } else { None };
+    // What the package must agree with stays the checkpoint as it is.
+    let source = rotated.as_ref().map_or(&checkpoint, |r| &r.checkpoint);
+    let mut parts = models::build(source, &plan, model_type)?;
     let several = parts.len() > 1;
     let output = output.map(|o| if several { folder(o) } else { Ok(with_extension(o)) }).transpose()?;
     if let Some(output) = &output {
@@ -262,7 +269,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
     }
     // What takes time comes after all that can be refused at once.
-    let mut lessons = args.calibrating.open(&checkpoint)?;
+    let mut lessons = args.calibrating.open(source)?;
     let mixture = Mixture::of(&checkpoint, model_type)?;
     for part in &mut parts {
         part.notes.iter().for_each(ui::note);
@@ -333,12 +340,18 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
             _ => json!(each.collect::<BTreeMap<_, _>>()),
         };
     }
+    if let Some(rotated) = &rotated {
+        summary["rotation"] = rotation_json(rotated);
+    }
     if let Some((alpha, smoothing)) = &smoothing {
         summary["smoothing"] = compress::smoothing_json(*alpha, smoothing);
     }
     summary["seconds"] = json!(start.elapsed().as_secs_f64());
     if !args.json {
         ui::talk(tell(&summary));
+        if let Some(rotated) = &rotated {
+            ui::talk(rotation(rotated));
+        }
         if let Some((alpha, smoothing)) = &smoothing {
             ui::talk(compress::smoothing(*alpha, smoothing));
         }
@@ -368,6 +381,21 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         print_json(&summary)?;
     }
     Ok(answer)
+}
+
+/// What was rotated, and what could not be.
+fn rotation(rotated: &Rotated) -> String {
+    let weights = ui::counted(rotated.weights as u64, "weight");
+    match rotated.left {
+        None => format!("  rotated the residual stream and values: {weights}"),
+        Some(why) => {
+            format!("  rotated embedding, head and values: {weights}\n    not the residual stream: {why}")
+        }
+    }
+}
+
+fn rotation_json(rotated: &Rotated) -> serde_json::Value {
+    json!({ "weights": rotated.weights, "residual_stream": rotated.left.is_none(), "left": rotated.left })
 }
 
 fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {

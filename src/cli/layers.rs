@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::{session::Model, validate::Precise};
-use crate::{checkpoint::Checkpoint, error::Result, interp::compare::compare, ops::Val, reference::Decoder};
+use crate::{
+    checkpoint::Checkpoint, error::Result, interp::compare::compare, models, ops::Val, reference::Decoder,
+};
 
 /// The least cosine of each layer's hidden states. A cosine minds no scale, and some packages keep their
 /// stream smaller than the checkpoint's.
@@ -22,7 +24,11 @@ impl Layers {
         ids: &[u32],
         precision: Precise,
     ) -> Result<Option<Layers>> {
-        let taps = Decoder::open(checkpoint)?.forward(&[ids.to_vec()], None)?.taps;
+        let reference = match model.rotated_family() {
+            Some(family) => Decoder::open(&models::rotated(checkpoint, family)?.checkpoint)?,
+            None => Decoder::open(checkpoint)?,
+        };
+        let taps = reference.forward(&[ids.to_vec()], None)?.taps;
         let [_, expected @ ..] = taps.as_slice() else { return Ok(None) };
         let mut session = model.session(precision.into())?;
         let mut least = BTreeMap::new();

@@ -254,6 +254,11 @@ impl Model {
         self.contract["logits"] == "argmax"
     }
 
+    /// The family of a model whose activations are rotated.
+    pub(super) fn rotated_family(&self) -> Option<&str> {
+        self.contract["family"].as_str().filter(|_| self.contract["rotated"] == true)
+    }
+
     fn head(&self) -> Vec<String> {
         let outputs = self.contract["head_outputs"].as_array();
         match outputs.map(|all| all.iter().filter_map(|o| Some(o["name"].as_str()?.to_string())).collect()) {

@@ -50,6 +50,8 @@ pub struct Weight {
     pub dtype: DType,
     pub shape: Vec<usize>,
     produce: Arc<dyn Fn() -> Result<Bytes> + Send + Sync>,
+    /// Makes some rows alone, where each is made from one row.
+    rows: Option<Arc<dyn Fn(Range<usize>) -> Weight + Send + Sync>>,
 }
 
 /// Bytes in memory or in a mapped file.
@@ -73,6 +75,9 @@ pub enum Numbers {
     Bools(Vec<bool>),
 }
 
+/// What makes elements from others.
+type Change = dyn Fn(Vec<f32>) -> Result<Vec<f32>> + Send + Sync;
+
 impl Weight {
     /// `produce` gives exactly the packed bytes of `shape` elements of `dtype`, row-major and little-endian.
     pub fn new(
@@ -81,7 +86,7 @@ impl Weight {
         shape: impl Into<Vec<usize>>,
         produce: impl Fn() -> Result<Bytes> + Send + Sync + 'static,
     ) -> Self {
-        Self { key: key.into(), dtype, shape: shape.into(), produce: Arc::new(produce) }
+        Self { key: key.into(), dtype, shape: shape.into(), produce: Arc::new(produce), rows: None }
     }
 
     pub fn ty(&self) -> TensorType {
@@ -123,6 +128,9 @@ impl Weight {
         if rows == (0..all) || !(width * bits).is_multiple_of(8) || shape.is_empty() {
             return self.clone();
         }
+        if let Some(made) = &self.rows {
+            return made(rows);
+        }
         shape[0] = rows.len();
         let (source, row) = (self.clone(), width * bits / 8);
         Weight::new(format!("{} | rows {rows:?}", self.key), self.dtype, shape, move || {
@@ -146,6 +154,26 @@ impl Weight {
             let bytes = encode_floats(dtype, &f(source.floats()?)?);
             Ok(Bytes::Owned(bytes.map_err(|e| e.at(&place))?))
         })
+    }
+
+    /// The same, of rows of the first axis that are each made by themselves and stay as long, so that some can be
+    /// had without the others.
+    #[must_use]
+    pub fn map_rows(
+        &self,
+        how: &str,
+        dtype: DType,
+        f: impl Fn(Vec<f32>) -> Result<Vec<f32>> + Send + Sync + 'static,
+    ) -> Weight {
+        self.map_each(how.into(), dtype, Arc::new(f))
+    }
+
+    fn map_each(&self, how: Arc<str>, dtype: DType, f: Arc<Change>) -> Weight {
+        let change = f.clone();
+        let mut made = self.map(&how, dtype, self.shape.clone(), move |values| change(values));
+        let source = self.clone();
+        made.rows = Some(Arc::new(move |rows| source.rows(rows).map_each(how.clone(), dtype, f.clone())));
+        made
     }
 }
 

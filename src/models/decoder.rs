@@ -11,6 +11,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Part, Plan, Routed,
     calls::{Attention, Call, calls},
+    rotate::Turns,
 };
 use crate::{
     bail,
@@ -46,6 +47,8 @@ pub struct Decoder {
     pub logits: fn(&mut Net<'_>, &Shape, Hidden) -> Result<Vec<Hidden>>,
     /// What a router chooses from, where layers have experts.
     pub routed: Option<fn(&Config) -> Result<Routed>>,
+    /// What a rotation is folded into, where one can be.
+    pub turns: Option<&'static Turns>,
 }
 
 /// One layer: its place in the part's cache, and its number in the model.
@@ -196,9 +199,7 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
     if head.split_head && shape.vocab <= WIDEST {
         notes.push(format!("the head of {} rows is one piece, its output is `logits`", shape.vocab));
     }
-    let bare =
-        decoder.bases.iter().find(|b| checkpoint.tensors.names().any(|n| n.starts_with(&format!("{b}."))));
-    shape.base = bare.copied().unwrap_or_default().to_string();
+    shape.base = base(decoder, checkpoint).to_string();
     if capacity > shape.longest {
         let longest = shape.longest;
         if capacity.saturating_sub(32) >= longest {
@@ -226,6 +227,12 @@ pub fn build(decoder: &Decoder, checkpoint: &Checkpoint, plan: &Plan, model_type
         parts.push(part);
     }
     Ok(parts)
+}
+
+/// What the bare model is called inside the checkpoint.
+pub(super) fn base(decoder: &Decoder, checkpoint: &Checkpoint) -> &'static str {
+    let has = |base: &&&str| checkpoint.tensors.names().any(|n| n.starts_with(&format!("{base}.")));
+    decoder.bases.iter().find(has).copied().unwrap_or_default()
 }
 
 /// The language model's config: a multimodal checkpoint keeps it in `text_config`.
@@ -394,6 +401,17 @@ impl Frame<'_> {
             Logits::Last | Logits::Argmax => net.last_token("last_token", x)?,
         };
         let x = net.within(base, |n| (self.decoder.norm)(n, x))?;
+        let x = net.within(base, |n| {
+            let x = match n.has("norm_scale.weight") {
+                // Of a rotated model whose head is tied.
+                true => {
+                    let rest = n.linear("norm_scale", x)?;
+                    n.add(x, rest)?
+                }
+                false => x,
+            };
+            n.linear_if_any("project_out", x)
+        })?;
         let pieces = (self.decoder.logits)(net, shape, x)?;
         if self.plan.chunks.logits == Logits::Argmax {
             return Ok(net.best_token("token_ids", "token_scores", &pieces)?.into());
@@ -442,6 +460,7 @@ impl Frame<'_> {
                 "repool": "call it before `prefill_sparse` when tokens were decoded, padded or fed at other positions than multiples of the block since the last call",
             })),
             "vocabulary": self.shape.vocab,
+            "rotated": self.checkpoint.rotated,
             "parts": stems,
             "part": stems.iter().position(|s| *s == piece.stem),
             "bos_token_id": self.special("bos_token_id"),

@@ -6,7 +6,9 @@
 
 use super::{
     decoder::{Decoder, Ids, Place, Shape, text_config},
-    llama, shapes,
+    llama,
+    rotate::Turns,
+    shapes,
 };
 use crate::{
     checkpoint::Config,
@@ -33,12 +35,14 @@ pub(super) static GEMMA: Decoder = Decoder {
     layer: first,
     norm,
     logits: |n, shape, x| n.logits_of(shape, "lm_head", true, x),
+    turns: Some(&Turns { plus: 1.0, ..Turns::LLAMA }),
     ..llama::LLAMA
 };
 
-pub(super) static GEMMA2: Decoder = Decoder { shape: shape2, layer: later, logits: logits2, ..GEMMA };
+pub(super) static GEMMA2: Decoder =
+    Decoder { shape: shape2, layer: later, logits: logits2, turns: Some(&Turns::HEADS), ..GEMMA };
 
-pub(super) static GEMMA3: Decoder = Decoder { shape: shape3, layer: later, logits: logits2, ..GEMMA };
+pub(super) static GEMMA3: Decoder = Decoder { shape: shape3, ..GEMMA2 };
 
 fn embed(n: &mut Net<'_>, shape: &Shape, ids: &Ids) -> Result<Hidden> {
     let x = llama::embed(n, shape, ids)?;

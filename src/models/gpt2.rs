@@ -30,6 +30,7 @@ pub(super) static GPT2: Decoder = Decoder {
     norm: |n, x| n.layer_norm("ln_f", eps(n)?, x),
     logits: |n, shape, x| n.logits_of(shape, "lm_head", true, x),
     routed: None,
+    turns: None,
 };
 
 pub(super) static GPT_NEO: Decoder = Decoder {

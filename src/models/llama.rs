@@ -2,6 +2,7 @@
 
 use super::{
     decoder::{Decoder, Ids, Place, Shape},
+    rotate::Turns,
     shapes::{self, Plain},
 };
 use crate::{
@@ -24,6 +25,7 @@ pub(super) static LLAMA: Decoder = Decoder {
     norm,
     logits,
     routed: None,
+    turns: Some(&Turns::LLAMA),
 };
 
 pub(super) static MISTRAL: Decoder = Decoder {
@@ -55,7 +57,8 @@ pub(super) static SMOLLM3: Decoder = Decoder {
 pub(super) fn embed(n: &mut Net<'_>, shape: &Shape, ids: &Ids) -> Result<Hidden> {
     let pieces = n.embeds_in_pieces(shape, "lm_head");
     let rows = n.lookup_tokens(shape.embedding, ids.input_ids, pieces)?;
-    n.to_hidden("embeddings", rows)
+    let x = n.to_hidden("embeddings", rows)?;
+    n.linear_if_any("project_in", x)
 }
 
 pub(super) fn eps(n: &Net<'_>) -> Result<f64> {

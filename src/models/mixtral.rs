@@ -4,6 +4,7 @@ use super::{
     Routed,
     decoder::{Decoder, Place, Shape},
     llama,
+    rotate::{QKV, Turns},
 };
 use crate::{
     checkpoint::Config,
@@ -11,7 +12,20 @@ use crate::{
     nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, moe::Experts},
 };
 
-pub(super) static MIXTRAL: Decoder = Decoder { layer, routed: Some(routed), ..llama::MISTRAL };
+pub(super) static MIXTRAL: Decoder =
+    Decoder { layer, routed: Some(routed), turns: Some(&TURNS), ..llama::MISTRAL };
+
+const TURNS: Turns = Turns {
+    norms: &[
+        QKV,
+        (
+            "post_attention_layernorm",
+            &["block_sparse_moe.gate", "block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3"],
+        ),
+    ],
+    writers: &["self_attn.o_proj", "block_sparse_moe.experts.*.w2"],
+    ..Turns::LLAMA
+};
 
 fn routed(config: &Config) -> Result<Routed> {
     Routed::of(config, "num_local_experts")

@@ -24,6 +24,7 @@ mod phi;
 mod phi3;
 mod qwen3;
 mod roberta;
+mod rotate;
 mod shapes;
 pub mod sweep;
 
@@ -32,6 +33,7 @@ use std::collections::BTreeMap;
 pub use decoder::{Chunks, Decoder, Logits, Parts};
 pub use encoder::Encoder;
 pub use experts::{Mixture, Routed};
+pub use rotate::{Rotated, rotated};
 
 use crate::{
     bail,

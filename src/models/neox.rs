@@ -34,6 +34,7 @@ pub(super) static GPT_NEOX: Decoder = Decoder {
     norm: |n, x| n.layer_norm("final_layer_norm", eps(n)?, x),
     logits: |n, shape, x| n.logits_of(shape, "embed_out", false, x),
     routed: None,
+    turns: None,
 };
 
 pub(super) static BLOOM: Decoder = Decoder {

@@ -3,13 +3,14 @@
 use super::{
     decoder::{Decoder, Place, Shape},
     llama,
+    rotate::Turns,
 };
 use crate::{
     error::Result,
     nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, rms::Rms},
 };
 
-pub(super) static OLMO2: Decoder = Decoder { layer, ..llama::LLAMA };
+pub(super) static OLMO2: Decoder = Decoder { layer, turns: Some(&Turns::HEADS), ..llama::LLAMA };
 
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {

@@ -21,6 +21,7 @@ pub(super) static OPT: Decoder = Decoder {
     norm,
     logits: |n, shape, x| n.logits_of(shape, "lm_head", true, x),
     routed: None,
+    turns: None,
 };
 
 const EPS: f64 = 1e-5;
@@ -34,7 +35,6 @@ fn embed(n: &mut Net<'_>, shape: &Shape, ids: &Ids) -> Result<Hidden> {
     let positions = n.lookup("embed_positions", positions)?;
     let positions = n.to_hidden("positions", positions)?;
     let x = llama::embed(n, shape, ids)?;
-    let x = if n.has("project_in.weight") { n.linear("project_in", x)? } else { x };
     n.add(x, positions)
 }
 
@@ -61,6 +61,5 @@ fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hid
 }
 
 fn norm(n: &mut Net<'_>, x: Hidden) -> Result<Hidden> {
-    let x = if n.has("final_layer_norm.weight") { n.layer_norm("final_layer_norm", EPS, x)? } else { x };
-    if n.has("project_out.weight") { n.linear("project_out", x) } else { Ok(x) }
+    if n.has("final_layer_norm.weight") { n.layer_norm("final_layer_norm", EPS, x) } else { Ok(x) }
 }

@@ -22,6 +22,7 @@ pub(super) static PHI: Decoder = Decoder {
     },
     layer: phi,
     norm: |n, x| n.layer_norm("final_layernorm", eps(n)?, x),
+    turns: None,
     ..llama::LLAMA
 };
 
@@ -32,6 +33,7 @@ pub(super) static STABLELM: Decoder = Decoder {
     },
     layer: stablelm,
     norm: |n, x| n.layer_norm("norm", eps(n)?, x),
+    turns: None,
     ..llama::LLAMA
 };
 
@@ -45,6 +47,7 @@ pub(super) static COHERE: Decoder = Decoder {
         let by = n.checkpoint.config.f64_or(&["logit_scale"], 0.0625)? as f32;
         n.scale_each("logit_scale", x, by)
     },
+    turns: None,
     ..llama::LLAMA
 };
 
@@ -55,6 +58,7 @@ pub(super) static STARCODER2: Decoder = Decoder {
     layer: starcoder2,
     norm: |n, x| n.layer_norm("norm", eps(n)?, x),
     logits: |n, shape, x| n.logits_of(shape, "lm_head", true, x),
+    turns: None,
     ..llama::LLAMA
 };
 

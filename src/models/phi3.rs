@@ -3,6 +3,7 @@
 use super::{
     decoder::{Decoder, Place, Shape},
     llama,
+    rotate::Turns,
     shapes::{self, Plain},
 };
 use crate::{
@@ -20,7 +21,17 @@ pub(super) static PHI3: Decoder = Decoder {
         shapes::shape(config, context, &Plain { rotary, window: shapes::window_everywhere, ..Plain::LLAMA })
     },
     layer,
+    turns: Some(&TURNS),
     ..llama::LLAMA
+};
+
+const TURNS: Turns = Turns {
+    norms: &[
+        ("input_layernorm", &["self_attn.qkv_proj"]),
+        ("post_attention_layernorm", &["mlp.gate_up_proj"]),
+    ],
+    values: "self_attn.qkv_proj",
+    ..Turns::LLAMA
 };
 
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {

@@ -4,6 +4,7 @@ use super::{
     Routed,
     decoder::{Decoder, Place, Shape},
     llama,
+    rotate::{QKV, Turns},
 };
 use crate::{
     checkpoint::Config,
@@ -11,9 +12,23 @@ use crate::{
     nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, moe::Experts},
 };
 
-pub(super) static QWEN3: Decoder = Decoder { layer, ..llama::QWEN2 };
+pub(super) static QWEN3: Decoder = Decoder { layer, turns: Some(&TURNS), ..llama::QWEN2 };
 
-pub(super) static QWEN3_MOE: Decoder = Decoder { layer: sparse, routed: Some(routed), ..llama::QWEN2 };
+pub(super) static QWEN3_MOE: Decoder = Decoder { layer: sparse, routed: Some(routed), ..QWEN3 };
+
+/// Some layers of those with experts may be dense.
+const TURNS: Turns = Turns {
+    norms: &[
+        QKV,
+        (
+            "post_attention_layernorm",
+            &["mlp.gate_proj", "mlp.up_proj", "mlp.gate", "mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"],
+        ),
+    ],
+    writers: &["self_attn.o_proj", "mlp.down_proj", "mlp.experts.*.down_proj"],
+    others: &["self_attn.q_norm", "self_attn.k_norm"],
+    ..Turns::LLAMA
+};
 
 fn routed(config: &Config) -> Result<Routed> {
     Routed::of(config, "num_experts")

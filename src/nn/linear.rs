@@ -28,6 +28,11 @@ impl Net<'_> {
         self.convolve(name, x, &weight, bias.as_ref(), None)
     }
 
+    /// The same where the checkpoint has such a layer; without it, x.
+    pub fn linear_if_any(&mut self, name: &str, x: Hidden) -> Result<Hidden> {
+        if self.has(&format!("{name}.weight")) { self.linear(name, x) } else { Ok(x) }
+    }
+
     /// Some output channels of a fused linear layer, named `name_part`.
     pub fn linear_rows(&mut self, name: &str, part: &str, rows: Range<usize>, x: Hidden) -> Result<Hidden> {
         self.linear_with(name, part, Rows { order: rows.collect(), scale: 1.0 }, x)

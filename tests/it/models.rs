@@ -3,6 +3,7 @@
 pub(crate) mod decoders;
 mod heads;
 mod prefill;
+mod rotate;
 mod structure;
 mod traps;
 mod vocabulary;

@@ -178,6 +178,7 @@ impl Decoder {
             all.extend(layer.attention.linears());
             all.extend(layer.mlp.linears());
         }
+        all.extend(self.norm_scale.as_mut());
         all.extend(self.project_out.as_mut());
         all.push(&mut self.head);
         all

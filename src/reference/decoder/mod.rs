@@ -44,6 +44,8 @@ pub struct Decoder {
     positions: Option<(Tensor, u32)>,
     layers: Vec<Layer>,
     final_norm: Option<Norm>,
+    /// What a rotated model adds where its head is tied.
+    norm_scale: Option<Linear>,
     project_out: Option<Linear>,
     head: Linear,
     /// The checkpoint's name of `words`.
@@ -96,6 +98,7 @@ impl Decoder {
             words_norm: plan.family.words_norm.map(norm).transpose()?,
             final_norm: plan.family.final_norm.map(norm).transpose()?,
             project_in: projection("project_in")?,
+            norm_scale: projection("norm_scale")?,
             project_out: projection("project_out")?,
             head,
             words_path: words_scope.path("weight"),
@@ -154,6 +157,9 @@ impl Decoder {
         let (plan, mut x) = (&self.plan, x.clone());
         if let Some(norm) = &self.final_norm {
             x = norm.run(&x)?;
+        }
+        if let Some(scale) = &self.norm_scale {
+            x = (&x + scale.run(&x)?)?;
         }
         if let Some(project) = &self.project_out {
             x = project.run(&x)?;

@@ -528,6 +528,65 @@ fn a_text_helps_to_quantize_activations() {
     assert!(!bench.path("e.mlpackage").exists());
 }
 
+/// Rotation alone changes nothing that is seen, and goes with whatever compresses.
+#[test]
+fn rotated_models_are_valid() {
+    let bench = Bench::with_models(&["tiny/llama", "tiny/gpt2", "tiny/bert", "tiny/gemma2"]);
+    let novel = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/text/moby-dick.txt");
+    let text: String = fs::read_to_string(novel).unwrap().chars().take(10_000).collect();
+    fs::write(bench.path("text.txt"), text).unwrap();
+    let convert = |model: &str, out: &str, more: &[&str]| {
+        let size =
+            ["--context-length", "32", "--prefill-chunk", "8", "--no-tokenizer", "--force", "--rotate"];
+        bench.run(&[&["convert", model, "-o", out][..], &size, more].concat())
+    };
+    let taught = ["--calibrate", "text.txt", "--calibrate-tokens", "512"];
+    for more in [
+        &[][..],
+        &["--parts", "2"],
+        &["--quantize", "int8"],
+        &[&["--quantize", "lut6:g16", "--gptq"][..], &taught].concat(),
+        &[&["--quantize", "w8a8", "--smooth", "0.5"][..], &taught].concat(),
+        &[&["--budget", "8bpw", "--gptq"][..], &taught].concat(),
+    ] {
+        let ran = convert("llama", "r", &[more, &["--validate", "--json"]].concat());
+        assert_eq!(ran.code, 0, "{more:?}: {}{}", ran.out, ran.err);
+        let json = ran.json();
+        assert_eq!(json["rotation"]["residual_stream"], true, "{more:?}");
+        assert_eq!(json["rotation"]["weights"], 23, "{more:?}");
+        if more.contains(&"--gptq") && more.contains(&"--quantize") {
+            let tensors = json["quantization"]["tensors"].as_array().unwrap();
+            assert!(tensors.iter().filter(|t| t["op"] == "conv").all(|t| t["calibrated"] == "gptq"));
+        }
+        for o in json["validation"]["outputs"].as_array().unwrap() {
+            assert!(more.contains(&"--calibrate") || o["psnr"].as_f64().unwrap() > 40.0, "{more:?}: {o}");
+        }
+        if more.first() == Some(&"--parts") {
+            fs::remove_dir_all(bench.path("r")).unwrap();
+        }
+    }
+    let contents = |name: &str| files(&bench.path(name)).into_values().collect::<Vec<_>>();
+    for (out, threads) in [("a.mlpackage", "1"), ("b.mlpackage", "3")] {
+        let args = ["convert", "llama", "-o", out, "--no-tokenizer", "--rotate", "--quantize", "int4"];
+        let done = bench.command(&args).env("RAYON_NUM_THREADS", threads).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    }
+    assert!(contents("a.mlpackage") == contents("b.mlpackage"), "other bytes");
+
+    let told = convert("llama", "t", &[]);
+    assert!(told.err.contains("rotated the residual stream and values: 23 weights"), "{}", told.err);
+    let told = convert("gemma2", "g", &[]);
+    assert!(told.err.contains("rotated embedding, head and values: 9 weights"), "{}", told.err);
+    assert!(told.err.contains("not the residual stream: each block's result"), "{}", told.err);
+    for (model, says) in
+        [("gpt2", "the norms of gpt2 subtract means"), ("bert", "only language models are rotated")]
+    {
+        let ran = bench.run(&["convert", model, "-o", "e.mlpackage", "--rotate"]);
+        assert!(ran.code == 2 && ran.err.contains(says), "{model}: {}", ran.err);
+        assert!(!bench.path("e.mlpackage").exists());
+    }
+}
+
 /// Smoothing alone changes nothing that is seen, and goes with every scheme.
 #[test]
 fn smoothed_models_are_valid() {

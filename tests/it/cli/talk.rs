@@ -167,20 +167,22 @@ fn perplexity_is_that_of_the_text() {
     }
 }
 
-/// Of several layouts of a layer, and of a stream that the package keeps smaller.
+/// Of several layouts of a layer, of a stream that the package keeps smaller, and of one that is rotated.
 #[test]
 fn the_first_layer_off_is_named() {
-    for (name, tensor, expected) in [
-        ("llama", "model.layers.1.mlp.down_proj.weight", Some(1)),
-        ("llama", "model.norm.weight", None),
-        ("gpt2", "h.1.attn.c_attn.weight", Some(1)),
-        ("gemma2", "model.layers.1.mlp.up_proj.weight", Some(1)),
-        ("opt-350m", "model.decoder.layers.1.final_layer_norm.weight", Some(1)),
+    for (name, tensor, options, expected) in [
+        ("llama", "model.layers.1.mlp.down_proj.weight", &[][..], Some(1)),
+        ("llama", "model.layers.1.mlp.down_proj.weight", &["--rotate"], Some(1)),
+        ("llama", "model.norm.weight", &[], None),
+        ("llama", "model.norm.weight", &["--rotate"], None),
+        ("gpt2", "h.1.attn.c_attn.weight", &[], Some(1)),
+        ("gemma2", "model.layers.1.mlp.up_proj.weight", &[], Some(1)),
+        ("opt-350m", "model.decoder.layers.1.final_layer_norm.weight", &[], Some(1)),
     ] {
         let bench = Bench::with_models(&[&format!("tiny/{name}")]);
         let mut model = Model::load(&format!("tiny/{name}"));
         model.values(tensor).iter_mut().step_by(2).for_each(|v| *v = 4.0 * *v + 0.1);
-        convert(&bench, model.write().path().to_str().unwrap());
+        convert_with(&bench, model.write().path().to_str().unwrap(), options);
         let ran = bench.run(&["validate", "a.mlpackage", "--reference", name, "--json"]);
         let seen = &ran.json()["layers"]["first_off"];
         assert_eq!((ran.code, seen.as_u64()), (1, expected), "{name}, {tensor}: {}", ran.out);
@@ -192,8 +194,12 @@ fn the_first_layer_off_is_named() {
 }
 
 fn convert(bench: &Bench, checkpoint: &str) {
+    convert_with(bench, checkpoint, &[]);
+}
+
+fn convert_with(bench: &Bench, checkpoint: &str, options: &[&str]) {
     let args = ["--context-length", "64", "--prefill-chunk", "4"];
-    let ran = bench.run(&[&["convert", checkpoint, "-o", "a.mlpackage"][..], &args].concat());
+    let ran = bench.run(&[&["convert", checkpoint, "-o", "a.mlpackage"][..], &args, options].concat());
     assert_eq!(ran.code, 0, "{}", ran.err);
 }
 
