@@ -51,7 +51,6 @@ TAUGHT = {
     "lut4:g16, importance": ["--quantize", "lut4:g16", "--calibrate-tokens", "1024", "--importance"],
     "int4, GPTQ, smoothed": ["--quantize", "int4", "--calibrate-tokens", "1024", "--gptq", "--smooth", "0.5"],
     "int4, GPTQ, rotated": ["--quantize", "int4", "--calibrate-tokens", "1024", "--gptq", "--rotate"],
-    "w8a8, rotated": ["--quantize", "w8a8", "--calibrate-tokens", "1024", "--rotate"],
     "5 bits, GPTQ": ["--budget", "5bpw", "--calibrate-tokens", "1024", "--gptq"],
 }
 WAYS = {
