@@ -31,7 +31,7 @@ use silane::{
         self, Allocation, Budget, Calibration, Choices, Inputs, Method, Options, Policy, Report, Scheme,
         candidates,
     },
-    reference::{Decoder, Predictions, Wanted},
+    reference::{Decoder, Divisors, Predictions, Wanted, observe},
 };
 
 const ROW: usize = 512;
@@ -65,7 +65,7 @@ fn main() {
     let mut held = taught.split_off((number(1, 4096) / ROW).min(taught.len() - HELD / ROW));
     held.truncate(HELD / ROW);
     asked.truncate(number(2, 3072) / ROW);
-    let bench = Bench::new(&Decoder::open(&checkpoint).unwrap(), &held, &asked);
+    let bench = Bench::new(&checkpoint, &held, &asked);
     let count = |rows: &[Vec<u32>]| rows.iter().map(Vec::len).sum::<usize>();
     println!("{folder}: calibrated on {} tokens, measured on {}", count(&taught), count(&asked));
     println!(
@@ -126,7 +126,8 @@ fn show(name: &str, bits: f64, (perplexity, divergence): (f64, f64), before: Opt
 }
 
 /// A model, a program that holds its weights, and what it predicts.
-struct Bench {
+struct Bench<'a> {
+    checkpoint: &'a Checkpoint,
     original: Decoder,
     program: Program,
     held: Vec<(Vec<u32>, Predictions)>,
@@ -135,26 +136,29 @@ struct Bench {
     known: RefCell<HashMap<String, Arc<Vec<f16>>>>,
 }
 
-impl Bench {
-    fn new(original: &Decoder, held: &[Vec<u32>], asked: &[Vec<u32>]) -> Bench {
-        let mut original = original.clone();
+impl<'a> Bench<'a> {
+    fn new(checkpoint: &'a Checkpoint, held: &[Vec<u32>], asked: &[Vec<u32>]) -> Bench<'a> {
+        let mut original = Decoder::open(checkpoint).unwrap();
         let predicted = |rows: &[Vec<u32>], every: usize| -> Vec<(Vec<u32>, Predictions)> {
             rows.iter().map(|row| (row.clone(), original.predictions(row, every).unwrap())).collect()
         };
         let (held, asked) = (predicted(held, EVERY), predicted(asked, 1));
-        Bench { program: program(&mut original), original, held, asked, known: RefCell::default() }
+        Bench {
+            checkpoint,
+            program: program(&mut original),
+            original,
+            held,
+            asked,
+            known: RefCell::default(),
+        }
     }
 
     fn learn(&self, taught: &[Vec<u32>], row: &[u32]) -> Calibration {
         let mut decoder = self.original.clone();
-        let given = decoder.observe(taught, Wanted::Hessians).unwrap().given;
+        let given = observe(self.checkpoint, taught, Wanted::Hessians, &Divisors::new()).unwrap().given;
         let inputs = given.iter().map(|(name, given)| {
-            let inputs = Inputs {
-                moments: given.moments.clone(),
-                hessian: given.hessian.clone(),
-                magnitudes: given.magnitudes.clone(),
-            };
-            (name.clone(), Arc::new(inputs))
+            let (moments, magnitudes) = (given.moments.clone(), given.magnitudes.clone());
+            (name.clone(), Arc::new(Inputs::new(moments, given.hessian.clone(), magnitudes).unwrap()))
         });
         let (method, inputs) = (Method::Feedback, inputs.collect());
         let mut calibration = Calibration { method, inputs, costs: BTreeMap::new() };

@@ -2,8 +2,10 @@
 
 use std::{
     collections::BTreeMap,
+    fs::File,
+    io::{Read, Seek, SeekFrom, Write},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use super::{
@@ -14,10 +16,10 @@ use crate::{
     bail,
     checkpoint::Checkpoint,
     error::{Result, io},
-    mil::Program,
+    mil::{DType, Program, Weight, constant::encode_floats},
     ops::Opset,
     quant::{self, Allocation, Budget, Calibration, Choices, Inputs, Method, Policy, Trial},
-    reference::{Decoder, Divisors, Given, Wanted},
+    reference::{Decoder, Divisors, Given, Wanted, observe_by_layer},
     ui,
 };
 
@@ -77,35 +79,40 @@ impl Calibrating {
         self.smooth
     }
 
-    /// The reference, and the text in rows.
-    pub(super) fn open(&self, checkpoint: &Checkpoint) -> Result<Option<Lessons>> {
+    /// The text in rows, for the reference; what is learnt of it is kept in a file in `folder`.
+    pub(super) fn open<'a>(&self, checkpoint: &'a Checkpoint, folder: &Path) -> Result<Option<Lessons<'a>>> {
         let Some(file) = &self.calibrate else { return Ok(None) };
-        let decoder = Decoder::open(checkpoint)
+        Decoder::refuse_others(checkpoint)
             .map_err(|e| e.hint("only language models can be calibrated; leave out `--calibrate`"))?;
         let (rows, held) = rows(checkpoint, file, self.calibrate_tokens, self.budget().is_some())?;
         let tokens: usize = rows.iter().map(Vec::len).sum();
         ui::talk(format!("  calibrating on {} tokens of {}", ui::count(tokens as u64), file.display()));
-        Ok(Some(Lessons { decoder, rows, held }))
+        Ok(Some(Lessons { checkpoint, decoder: None, rows, held, folder: folder.into() }))
     }
 
     /// Runs the text through the reference; inputs that smoothing divides are looked at divided.
     pub(super) fn learn(
         &self,
-        lessons: &mut Lessons,
+        lessons: &mut Lessons<'_>,
         divisors: &Divisors,
         opset: Opset,
     ) -> Result<Arc<Calibration>> {
-        let Lessons { decoder, rows, held } = lessons;
         let method = if self.gptq { Method::Feedback } else { Method::Importance };
         // Outputs are compared where schemes are chosen, which takes all products of inputs.
         let whole = self.gptq || self.budget().is_some();
         let wanted = if whole { Wanted::Hessians } else { Wanted::Moments };
-        let observed = decoder.observe_divided(rows, wanted, divisors)?;
-        let mut calibration = Calibration { method, inputs: shared(observed.given), costs: BTreeMap::new() };
+        let mut kept = Kept::new(&lessons.folder)?;
+        let mut inputs = BTreeMap::new();
+        lessons.observe(wanted, divisors, |given| {
+            inputs.extend(shared(given, &mut kept)?);
+            Ok(())
+        })?;
+        let mut calibration = Calibration { method, inputs, costs: BTreeMap::new() };
         if self.budget().is_some() {
+            let row = lessons.held[0][..lessons.held[0].len().min(MEASURED)].to_vec();
+            let decoder = lessons.decoder()?;
             let (weights, probes) = (decoder.weights().len(), quant::probes(opset)?);
             ui::talk(format!("  measuring what rounding each of {weights} weights costs"));
-            let row = &held[0][..held[0].len().min(MEASURED)];
             let mut done = 0;
             calibration.learn_costs(&probes, |tried| {
                 let mut counted = |name: &str, values: &[f32], shape, looked_up| {
@@ -113,7 +120,7 @@ impl Calibrating {
                     ui::progress(done, weights * probes.len(), "trials");
                     tried(name, values, shape, looked_up)
                 };
-                decoder.costs(row, EVERY, &mut divided(divisors, &mut counted))
+                decoder.costs(&row, EVERY, &mut divided(divisors, &mut counted))
             })?;
         }
         Ok(Arc::new(calibration))
@@ -122,7 +129,7 @@ impl Calibrating {
     /// The recipe that a budget asks for, by what was learnt if anything was.
     pub(super) fn choose(
         &self,
-        learnt: Option<(&mut Lessons, &Arc<Calibration>)>,
+        learnt: Option<(&mut Lessons<'_>, &Arc<Calibration>)>,
         programs: &[&Program],
         opset: Opset,
         options: quant::Options,
@@ -154,18 +161,45 @@ impl Calibrating {
 type Rows = Vec<Vec<u32>>;
 
 /// What is learnt from.
-pub(super) struct Lessons {
-    decoder: Decoder,
+pub(super) struct Lessons<'a> {
+    checkpoint: &'a Checkpoint,
+    /// The whole model, where it is run again and again.
+    decoder: Option<Decoder>,
     rows: Rows,
     /// Rows that are not among the others, where schemes are chosen.
     held: Rows,
+    folder: PathBuf,
 }
 
-impl Lessons {
+impl Lessons<'_> {
     /// The largest magnitudes that the text gives the channels of each layer.
     pub(super) fn largest(&mut self) -> Result<BTreeMap<String, Arc<Vec<f32>>>> {
-        let observed = self.decoder.observe(&self.rows, Wanted::Moments)?;
-        Ok(observed.given.into_iter().map(|(name, g)| (name, Arc::new(g.largest.clone()))).collect())
+        let mut all = BTreeMap::new();
+        self.observe(Wanted::Moments, &Divisors::new(), |given| {
+            all.extend(given.into_iter().map(|(name, g)| (name, Arc::new(g.largest.clone()))));
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    fn observe(
+        &self,
+        wanted: Wanted,
+        divisors: &Divisors,
+        mut each: impl FnMut(BTreeMap<String, Arc<Given>>) -> Result<()>,
+    ) -> Result<()> {
+        observe_by_layer(self.checkpoint, &self.rows, wanted, divisors, |done, steps, observed| {
+            ui::progress(done, steps, "steps of calibration");
+            each(observed.given)
+        })
+    }
+
+    fn decoder(&mut self) -> Result<&mut Decoder> {
+        let decoder = match self.decoder.take() {
+            Some(decoder) => decoder,
+            None => Decoder::open(self.checkpoint)?,
+        };
+        Ok(self.decoder.insert(decoder))
     }
 }
 
@@ -173,11 +207,12 @@ impl Lessons {
 fn nearest(
     choices: &Choices,
     budget: Budget,
-    lessons: &mut Lessons,
+    lessons: &mut Lessons<'_>,
     calibration: &Calibration,
     divisors: &Divisors,
 ) -> Result<Allocation> {
-    let Lessons { decoder, held, .. } = lessons;
+    let held = lessons.held.clone();
+    let decoder = lessons.decoder()?;
     let (weights, mut changed, mut made) = (decoder.weights(), decoder.clone(), BTreeMap::new());
     choices.nearest(budget, |tried| {
         for (i, (name, shape)) in weights.iter().enumerate() {
@@ -191,7 +226,7 @@ fn nearest(
             changed.replace(name, new)?;
             made.insert(name.clone(), *scheme);
         }
-        decoder.divergence(&changed, held, EVERY)
+        decoder.divergence(&changed, &held, EVERY)
     })
 }
 
@@ -240,20 +275,56 @@ fn divided<'a>(
     }
 }
 
+/// Products of inputs, in a file that has no name and goes with the process.
+struct Kept {
+    folder: PathBuf,
+    file: Arc<Mutex<File>>,
+    written: u64,
+}
+
+impl Kept {
+    fn new(folder: &Path) -> Result<Kept> {
+        let file = tempfile::tempfile_in(folder).map_err(|e| io(folder, &e))?;
+        Ok(Kept { folder: folder.into(), file: Arc::new(Mutex::new(file)), written: 0 })
+    }
+
+    /// A square that is read when it is needed.
+    fn keep(&mut self, name: &str, values: &[f32], n: usize) -> Result<Weight> {
+        let bytes = encode_floats(DType::F32, values)?;
+        let (from, length) = (self.written, bytes.len());
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = move |file: &mut File| file.seek(SeekFrom::Start(from));
+        at(&mut file).and_then(|_| file.write_all(&bytes)).map_err(|e| {
+            io(&self.folder, &e).hint("products of inputs are kept there while the model is compressed")
+        })?;
+        self.written += length as u64;
+        let (file, folder) = (self.file.clone(), self.folder.clone());
+        Ok(Weight::new(format!("products of inputs of {name}"), DType::F32, [n, n], move || {
+            let mut bytes = vec![0; length];
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            at(&mut file).and_then(|_| file.read_exact(&mut bytes)).map_err(|e| io(&folder, &e))?;
+            Ok(bytes.into())
+        }))
+    }
+}
+
 /// What several layers are given is kept once.
-fn shared(given: BTreeMap<String, Arc<Given>>) -> BTreeMap<String, Arc<Inputs>> {
+fn shared(given: BTreeMap<String, Arc<Given>>, kept: &mut Kept) -> Result<BTreeMap<String, Arc<Inputs>>> {
     let mut known: Vec<(Arc<Given>, Arc<Inputs>)> = Vec::new();
-    let mut one = |(name, given): (String, Arc<Given>)| {
-        if let Some((_, inputs)) = known.iter().find(|(g, _)| Arc::ptr_eq(g, &given)) {
-            return (name, Arc::clone(inputs));
-        }
-        let inputs = Arc::new(Inputs {
-            moments: given.moments.clone(),
-            hessian: given.hessian.clone(),
-            magnitudes: given.magnitudes.clone(),
-        });
-        known.push((given, Arc::clone(&inputs)));
-        (name, inputs)
-    };
-    given.into_iter().map(&mut one).collect()
+    let mut all = BTreeMap::new();
+    for (name, given) in given {
+        let inputs = match known.iter().find(|(g, _)| Arc::ptr_eq(g, &given)) {
+            Some((_, inputs)) => Arc::clone(inputs),
+            None => {
+                let n = given.moments.len();
+                let hessian = given.hessian.as_ref().map(|h| kept.keep(&name, h, n)).transpose()?;
+                let (moments, magnitudes) = (given.moments.clone(), given.magnitudes.clone());
+                let inputs = Arc::new(Inputs { moments, hessian, magnitudes });
+                known.push((given, Arc::clone(&inputs)));
+                inputs
+            }
+        };
+        all.insert(name, inputs);
+    }
+    Ok(all)
 }

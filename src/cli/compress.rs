@@ -8,6 +8,7 @@ use serde_json::json;
 use crate::{
     error::{Context, Error, Result, io},
     mil::Program,
+    models::Rotated,
     ops::Opset,
     quant::{
         self, Activations, Allocation, Calibration, Choices, Entry, Options, Policy, Report, Scheme, Skipped,
@@ -164,6 +165,21 @@ fn met(report: &Report) -> Option<String> {
         }
     }
     Some(text)
+}
+
+/// What was rotated, and what could not be.
+pub(super) fn rotation(rotated: &Rotated) -> String {
+    let weights = ui::counted(rotated.weights as u64, "weight");
+    match rotated.left {
+        None => format!("  rotated the residual stream and values: {weights}"),
+        Some(why) => {
+            format!("  rotated embedding, head and values: {weights}\n    not the residual stream: {why}")
+        }
+    }
+}
+
+pub(super) fn rotation_json(rotated: &Rotated) -> serde_json::Value {
+    json!({ "weights": rotated.weights, "residual_stream": rotated.left.is_none(), "left": rotated.left })
 }
 
 /// What smoothing moved, and by reason where it did not.

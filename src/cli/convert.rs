@@ -26,7 +26,7 @@ use crate::{
     error::{Context, Result, io},
     graph::{self, Checked},
     mil::{DType, Program},
-    models::{self, Chunks, Mixture, Part, Parts, Plan, Rotated},
+    models::{self, Chunks, Mixture, Part, Parts, Plan},
     nn::cache::Update,
     ops::Opset,
     package::{self, Interface, Save},
@@ -269,7 +269,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         }
     }
     // What takes time comes after all that can be refused at once.
-    let mut lessons = args.calibrating.open(source)?;
+    let mut lessons = args.calibrating.open(source, &kept_in(output.as_deref().filter(|_| !args.dry_run)))?;
     let mixture = Mixture::of(&checkpoint, model_type)?;
     for part in &mut parts {
         part.notes.iter().for_each(ui::note);
@@ -341,7 +341,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         };
     }
     if let Some(rotated) = &rotated {
-        summary["rotation"] = rotation_json(rotated);
+        summary["rotation"] = compress::rotation_json(rotated);
     }
     if let Some((alpha, smoothing)) = &smoothing {
         summary["smoothing"] = compress::smoothing_json(*alpha, smoothing);
@@ -350,7 +350,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     if !args.json {
         ui::talk(tell(&summary));
         if let Some(rotated) = &rotated {
-            ui::talk(rotation(rotated));
+            ui::talk(compress::rotation(rotated));
         }
         if let Some((alpha, smoothing)) = &smoothing {
             ui::talk(compress::smoothing(*alpha, smoothing));
@@ -383,19 +383,13 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
     Ok(answer)
 }
 
-/// What was rotated, and what could not be.
-fn rotation(rotated: &Rotated) -> String {
-    let weights = ui::counted(rotated.weights as u64, "weight");
-    match rotated.left {
-        None => format!("  rotated the residual stream and values: {weights}"),
-        Some(why) => {
-            format!("  rotated embedding, head and values: {weights}\n    not the residual stream: {why}")
-        }
+/// Where what is learnt is kept meanwhile: beside the output, or where temporary files are.
+fn kept_in(output: Option<&Path>) -> PathBuf {
+    match output.and_then(Path::parent) {
+        Some(folder) if folder.as_os_str().is_empty() => PathBuf::from("."),
+        Some(folder) => folder.into(),
+        None => std::env::temp_dir(),
     }
-}
-
-fn rotation_json(rotated: &Rotated) -> serde_json::Value {
-    json!({ "weights": rotated.weights, "residual_stream": rotated.left.is_none(), "left": rotated.left })
 }
 
 fn plan(args: &Args, checkpoint: &Checkpoint) -> Result<Plan> {

@@ -15,17 +15,37 @@ use super::{
     layout::Layout,
     scheme::Scheme,
 };
-use crate::{bail, error::Result};
+use crate::{
+    bail,
+    error::Result,
+    mil::{DType, Weight, constant::encode_floats},
+};
 
 /// What the layers that share it were given.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Inputs {
     /// The mean square of each input channel.
     pub moments: Vec<f32>,
-    /// The mean product of every two input channels, row-major.
-    pub hessian: Option<Vec<f32>>,
+    /// The mean product of every two input channels, `[channels, channels]`, read when it is needed.
+    pub hessian: Option<Weight>,
     /// Magnitudes of inputs, in fp16, and how often each of them occurs.
     pub magnitudes: Vec<(f32, u64)>,
+}
+
+impl Inputs {
+    /// With products that are kept in memory.
+    pub fn new(moments: Vec<f32>, hessian: Option<Vec<f32>>, magnitudes: Vec<(f32, u64)>) -> Result<Inputs> {
+        let n = moments.len();
+        let kept = |products: Vec<f32>| -> Result<Weight> {
+            if products.len() != n * n {
+                bail!("{} products of inputs, there are {n} inputs", products.len());
+            }
+            let products = Arc::new(products);
+            let bytes = move || Ok(encode_floats(DType::F32, &products)?.into());
+            Ok(Weight::new("products of inputs", DType::F32, [n, n], bytes))
+        };
+        Ok(Inputs { moments, hessian: hessian.map(kept).transpose()?, magnitudes })
+    }
 }
 
 /// How a weight's codes are chosen with what is known of its inputs.
@@ -102,17 +122,14 @@ impl Calibration {
     pub(super) fn check(&self) -> Result<()> {
         for (name, Inputs { moments, hessian, magnitudes }) in self.inputs.iter().map(|(n, i)| (n, &**i)) {
             let n = moments.len();
-            if let Some(hessian) = hessian.as_ref().filter(|h| h.len() != n * n) {
-                bail!("`{name}`: {} products of inputs, there are {n} inputs", hessian.len());
+            if let Some(hessian) = hessian.as_ref().filter(|h| h.shape != [n, n]) {
+                bail!("`{name}`: {:?} products of inputs, there are {n} inputs", hessian.shape);
             }
             if let Some(bad) = moments.iter().find(|m| !(m.is_finite() && **m >= 0.0)) {
                 bail!("`{name}`: a mean square of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
             }
             if let Some((bad, _)) = magnitudes.iter().find(|(m, _)| !(m.is_finite() && *m >= 0.0)) {
                 bail!("`{name}`: a magnitude of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
-            }
-            if let Some(bad) = hessian.iter().flatten().find(|h| !h.is_finite()) {
-                bail!("`{name}`: a product of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
             }
         }
         Ok(())
@@ -259,7 +276,7 @@ impl Guide {
     /// Compresses a weight by what is known of its inputs.
     pub(super) fn encode(&self, values: &[f32], layout: Layout<'_>, scheme: &Scheme) -> Result<Encoded> {
         let importance = self.importance();
-        match (self.method, self.hessian()) {
+        match (self.method, self.hessian()?) {
             (Method::Feedback, Some(hessian)) if feedback::takes(scheme, layout) => {
                 feedback::encode(values, layout, scheme, &importance, &hessian)
             }
@@ -298,26 +315,35 @@ impl Guide {
     }
 
     /// The products of inputs, 1 in the mean of squares.
-    pub(super) fn hessian(&self) -> Option<Vec<f32>> {
-        let given = self.inputs.hessian.as_ref()?;
+    pub(super) fn hessian(&self) -> Result<Option<Vec<f32>>> {
+        let Some(given) = &self.inputs.hessian else { return Ok(None) };
+        let mut given = given.floats()?;
+        if let Some(bad) = given.iter().find(|h| !h.is_finite()) {
+            bail!("a product of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
+        }
         let tight = self.inputs.moments.len();
         let mean = mean((0..tight).map(|i| given[i * tight + i]));
         let scale = if mean > 0.0 { mean.recip() } else { 1.0 };
+        given.iter_mut().for_each(|v| *v *= scale);
+        if self.looked_up {
+            for (i, v) in given.iter_mut().enumerate() {
+                *v = f32::midpoint(*v, if i / tight == i % tight { 1.0 } else { 0.0 });
+            }
+        }
         let wide = self.wide();
         let n = wide.len();
+        if n == tight {
+            return Ok(Some(given));
+        }
         let mut out = vec![0.0; n * n];
         for (i, from) in wide.iter().enumerate() {
             let Some(row) = from else { continue };
             for (j, from) in wide.iter().enumerate() {
                 let Some(column) = from else { continue };
-                let mut v = given[row * tight + column] * scale;
-                if self.looked_up {
-                    v = f32::midpoint(v, if i == j { 1.0 } else { 0.0 });
-                }
-                out[i * n + j] = v;
+                out[i * n + j] = given[row * tight + column];
             }
         }
-        Some(out)
+        Ok(Some(out))
     }
 
     /// The reference's channel for each of the program's.
@@ -370,7 +396,7 @@ impl Guide {
     /// The mean square of each output, in units of the mean square of an input.
     pub(super) fn power(&self, values: &[f32], layout: Layout<'_>) -> Result<Vec<f64>> {
         let (outputs, inputs) = (layout.shape[layout.output], layout.shape[layout.input]);
-        match self.hessian() {
+        match self.hessian()? {
             Some(hessian) if values.len() == outputs * inputs => feedback::powers(values, layout, &hessian),
             _ => {
                 let importance = self.importance();

@@ -18,7 +18,7 @@ use candle_core::Tensor;
 
 use self::model::{Family, Model};
 pub use self::{
-    decoder::{Decoder, DecoderOutput, Predictions},
+    decoder::{Decoder, DecoderOutput, Predictions, observe, observe_by_layer},
     watch::{Divisors, Given, Observed, Wanted},
 };
 use crate::{

@@ -105,7 +105,8 @@ impl Watch {
         project(x, weight, None)
     }
 
-    fn see(&self, path: &str, x: &Tensor) -> Result<()> {
+    /// Looks at what the layer of a weight is given.
+    pub(super) fn see(&self, path: &str, x: &Tensor) -> Result<()> {
         let mut state = self.state();
         let divisor = self.divisors.get(path);
         let alike = |group: &Group| match (&group.divisor, divisor) {

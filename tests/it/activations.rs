@@ -14,7 +14,7 @@ use silane::{
     quant::{
         Activations, Calibration, Entry, Inputs, Method, Options, Policy, Report, Rule, apply_calibrated,
     },
-    reference::{Decoder, Wanted},
+    reference::{Divisors, Wanted, observe},
 };
 
 const OPTIONS: Options =
@@ -229,14 +229,10 @@ fn model(name: &str) -> (Program, Arc<Calibration>) {
     passes::tidy(&mut program).unwrap();
     let rows: Vec<Vec<u32>> =
         (0..8u32).map(|r| (0..40).map(|i| (r * 37 + i * i * 11 + i * 5) % 250 + 5).collect()).collect();
-    let observed = Decoder::open(&checkpoint).unwrap().observe(&rows, Wanted::Hessians).unwrap();
+    let observed = observe(&checkpoint, &rows, Wanted::Hessians, &Divisors::new()).unwrap();
     let inputs = observed.given.iter().map(|(name, given)| {
-        let inputs = Inputs {
-            moments: given.moments.clone(),
-            hessian: given.hessian.clone(),
-            magnitudes: given.magnitudes.clone(),
-        };
-        (name.clone(), Arc::new(inputs))
+        let (moments, magnitudes) = (given.moments.clone(), given.magnitudes.clone());
+        (name.clone(), Arc::new(Inputs::new(moments, given.hessian.clone(), magnitudes).unwrap()))
     });
     let calibration =
         Calibration { method: Method::Feedback, inputs: inputs.collect(), costs: BTreeMap::new() };

@@ -12,7 +12,7 @@ use silane::{
         self, Budget, Calibration, Choices, Curve, Entry, Inputs, Method, Options, Policy, Report, SMALLEST,
         Scheme, apply_calibrated, candidates,
     },
-    reference::{Decoder, Observed, Wanted},
+    reference::{Decoder, Divisors, Observed, Wanted, observe},
 };
 
 const OPTIONS: Options =
@@ -35,10 +35,10 @@ impl Model {
         let kind = checkpoint.config.model_type().unwrap();
         let mut program = models::build(&checkpoint, &plan, kind).unwrap().remove(0).program;
         passes::tidy(&mut program).unwrap();
-        let mut decoder = Decoder::open(&checkpoint).unwrap();
+        let decoder = Decoder::open(&checkpoint).unwrap();
         let rows: Vec<Vec<u32>> =
             (0..8u32).map(|r| (0..48).map(|i| (r * 37 + i * i * 11 + i * 5) % 250 + 5).collect()).collect();
-        let observed = decoder.observe(&rows, Wanted::Hessians).unwrap();
+        let observed = observe(&checkpoint, &rows, Wanted::Hessians, &Divisors::new()).unwrap();
         let mut model = Model { program, decoder, rows, observed, costs: BTreeMap::new() };
         let mut calibration = Calibration::clone(&model.calibration(Method::Feedback));
         let schemes = quant::probes(Opset::Ios18).unwrap();
@@ -50,12 +50,8 @@ impl Model {
 
     fn calibration(&self, method: Method) -> Arc<Calibration> {
         let inputs = self.observed.given.iter().map(|(name, given)| {
-            let inputs = Inputs {
-                moments: given.moments.clone(),
-                hessian: given.hessian.clone(),
-                magnitudes: given.magnitudes.clone(),
-            };
-            (name.clone(), Arc::new(inputs))
+            let (moments, magnitudes) = (given.moments.clone(), given.magnitudes.clone());
+            (name.clone(), Arc::new(Inputs::new(moments, given.hessian.clone(), magnitudes).unwrap()))
         });
         Arc::new(Calibration { method, inputs: inputs.collect(), costs: self.costs.clone() })
     }
@@ -260,16 +256,22 @@ fn products_that_are_none_are_refused() {
             .map_err(|e| e.message().to_string())?;
         report.tensors.iter().try_for_each(|e| e.values().map(|_| ())).map_err(|e| e.message().to_string())
     };
-    let short = broken(&|i| i.hessian = Some(vec![1.0; 7])).unwrap_err();
-    assert!(short.contains("7 products of inputs"), "{short}");
-    let nan = broken(&|i| i.hessian.iter_mut().flatten().for_each(|h| *h = f32::NAN)).unwrap_err();
+    let short = Inputs::new(vec![1.0; 3], Some(vec![1.0; 7]), Vec::new()).unwrap_err();
+    assert!(short.to_string().contains("7 products of inputs, there are 3 inputs"), "{short}");
+    let filled = |inputs: &mut Inputs, with: f32| {
+        let (n, magnitudes) = (inputs.moments.len(), inputs.magnitudes.clone());
+        *inputs = Inputs::new(inputs.moments.clone(), Some(vec![with; n * n]), magnitudes).unwrap();
+    };
+    let wide = broken(&|i| i.moments.push(1.0)).unwrap_err();
+    assert!(wide.contains("products of inputs, there are"), "{wide}");
+    let nan = broken(&|i| filled(i, f32::NAN)).unwrap_err();
     assert!(nan.contains("a product of inputs is NaN"), "{nan}");
     let below = broken(&|i| i.moments[3] = -1.0).unwrap_err();
     assert!(below.contains("a mean square of inputs is -1"), "{below}");
     // Inputs that are always zero say nothing, and harm nothing.
     broken(&|i| {
         i.moments.fill(0.0);
-        i.hessian.iter_mut().flatten().for_each(|h| *h = 0.0);
+        filled(i, 0.0);
     })
     .unwrap();
 }

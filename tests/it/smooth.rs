@@ -10,12 +10,12 @@ use silane::{
     ops::Val,
     passes,
     quant::{Smoothing, smooth},
-    reference::{Decoder, Divisors, Wanted},
+    reference::{Divisors, Wanted, observe},
 };
 
 struct Model {
     programs: Vec<Program>,
-    decoder: Decoder,
+    checkpoint: Checkpoint,
     rows: Vec<Vec<u32>>,
 }
 
@@ -30,11 +30,11 @@ impl Model {
         let mut programs: Vec<Program> = built.into_iter().map(|p| p.program).collect();
         programs.iter_mut().for_each(|p| passes::tidy(p).unwrap());
         let rows = (0..8u32).map(|r| (0..40).map(|i| (r * 37 + i * i * 11 + i * 5) % 250 + 5).collect());
-        Model { programs, decoder: Decoder::open(&checkpoint).unwrap(), rows: rows.collect() }
+        Model { programs, checkpoint, rows: rows.collect() }
     }
 
     fn largest(&mut self) -> Divisors {
-        let given = self.decoder.observe(&self.rows, Wanted::Moments).unwrap().given;
+        let given = observe(&self.checkpoint, &self.rows, Wanted::Moments, &Divisors::new()).unwrap().given;
         given.into_iter().map(|(name, g)| (name, Arc::new(g.largest.clone()))).collect()
     }
 
@@ -131,8 +131,8 @@ fn outputs_stay_what_they_were() {
 fn what_was_taught_follows() {
     let mut model = Model::new("llama", 1);
     let done = model.smooth(0.5);
-    let plain = model.decoder.observe(&model.rows, Wanted::Hessians).unwrap().given;
-    let divided = model.decoder.observe_divided(&model.rows, Wanted::Hessians, &done.divisors).unwrap().given;
+    let given = |by: &Divisors| observe(&model.checkpoint, &model.rows, Wanted::Hessians, by).unwrap().given;
+    let (plain, divided) = (given(&Divisors::new()), given(&done.divisors));
     let mut seen = 0;
     for (name, was) in &plain {
         let (is, n) = (&divided[name], was.moments.len());

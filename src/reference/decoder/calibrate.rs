@@ -5,13 +5,15 @@ use std::{collections::BTreeMap, sync::Arc};
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
 
-use super::{Decoder, Layer, Linear, Places};
+use super::{Decoder, Entry, Exit, Layer, Linear, Places, Plan, base, head_weight};
 use crate::{
     bail,
+    checkpoint::Checkpoint,
     error::{Context, Result},
     reference::{
         Inputs,
         model::check,
+        scope::Scope,
         watch::{Divisors, Observed, Wanted, Watch},
     },
 };
@@ -20,31 +22,78 @@ use crate::{
 /// table of words.
 pub(super) type Other<'a> = dyn FnMut(&str, &[f32], [usize; 2], bool) -> Result<Vec<f32>> + 'a;
 
-impl Decoder {
-    /// Runs rows of a text one after the other and gives what was learnt of every linear layer.
-    pub fn observe(&mut self, rows: &[Vec<u32>], wanted: Wanted) -> Result<Observed> {
-        self.observe_divided(rows, wanted, &Divisors::new())
-    }
+/// Runs rows of a text through a language model and gives what was learnt of every linear layer, of inputs that are
+/// divided by something where divisors say so; what the model computes is not.
+pub fn observe(
+    checkpoint: &Checkpoint,
+    rows: &[Vec<u32>],
+    wanted: Wanted,
+    divisors: &Divisors,
+) -> Result<Observed> {
+    let mut all = Observed::default();
+    observe_by_layer(checkpoint, rows, wanted, divisors, |_, _, observed| {
+        all.given.extend(observed.given);
+        Ok(())
+    })?;
+    Ok(all)
+}
 
-    /// The same, of inputs that are divided by something, channel by channel; what the model computes is not.
-    pub fn observe_divided(
-        &mut self,
-        rows: &[Vec<u32>],
-        wanted: Wanted,
-        divisors: &Divisors,
-    ) -> Result<Observed> {
+/// The same, layer by layer, of which one is in memory at a time: `each` is given how many are done, how many there
+/// are, and what was learnt of the last one.
+pub fn observe_by_layer(
+    checkpoint: &Checkpoint,
+    rows: &[Vec<u32>],
+    wanted: Wanted,
+    divisors: &Divisors,
+    mut each: impl FnMut(usize, usize, Observed) -> Result<()>,
+) -> Result<()> {
+    let plan = Plan::read(&checkpoint.config)?;
+    let root = Scope::root(&checkpoint.tensors);
+    let base = base(&plan, &root)?;
+    let texts: Vec<Inputs> = rows.iter().map(|row| all_of(row)).collect();
+    texts.iter().try_for_each(|text| check(text).map(|_| ()))?;
+    let places = texts.iter().map(|text| Places::new(&plan, text)).collect::<Result<Vec<_>>>()?;
+    let steps = plan.layers.len() + 2;
+    let mut step = |done: usize, run: &mut dyn FnMut(&Arc<Watch>) -> Result<()>| {
         let watch = Watch::new(wanted, divisors);
-        self.watch(Some(&watch));
-        let done = rows.iter().try_for_each(|row| self.forward(std::slice::from_ref(row), None).map(|_| ()));
-        self.watch(None);
-        done.within(|| "while calibrating".into())?;
-        watch.finish()
+        run(&watch).within(|| "while calibrating".into())?;
+        each(done, steps, watch.finish()?)
+    };
+    let mut states = Vec::with_capacity(rows.len());
+    step(1, &mut |watch| {
+        let mut entry = Entry::open(&plan, &base)?;
+        entry.project.iter_mut().for_each(|l| l.watch = Some(watch.clone()));
+        for (text, places) in texts.iter().zip(&places) {
+            states.push(entry.run(&plan, text, places)?);
+        }
+        Ok(())
+    })?;
+    for (i, numbers) in plan.layers.iter().enumerate() {
+        step(i + 2, &mut |watch| {
+            let mut layer = Layer::open(&plan, numbers, &base.join(format!("{}.{i}", plan.family.layers)))?;
+            layer.linears().for_each(|l| l.watch = Some(watch.clone()));
+            for ((x, text), places) in states.iter_mut().zip(&texts).zip(&places) {
+                let bias = places.bias(&plan, text, numbers)?;
+                let attend = |x: &Tensor| layer.attention.run(&plan, numbers, places, &bias, x);
+                *x = layer.run(&plan, x, attend)?;
+            }
+            Ok(())
+        })?;
     }
+    step(steps, &mut |watch| {
+        let mut exit = Exit::open(&plan, &base)?;
+        exit.linears().for_each(|l| l.watch = Some(watch.clone()));
+        // What the head makes of its inputs is of no interest.
+        let (head, _) = head_weight(&plan, &root, &base);
+        states.iter().try_for_each(|x| watch.see(&head, &exit.run(x)?))
+    })
+}
 
+impl Decoder {
     /// Names and shapes `[out, in]` of the weights that are multiplied, and of the words where they are a
     /// table of their own.
     pub fn weights(&mut self) -> Vec<(String, [usize; 2])> {
-        let mut found = vec![(self.words_path.clone(), self.words.clone())];
+        let mut found = vec![(self.entry.path.clone(), self.entry.words.clone())];
         found.extend(self.linears().into_iter().map(|l| (l.path.clone(), l.weight.clone())));
         let mut all: Vec<(String, [usize; 2])> = Vec::new();
         for (name, weight) in found {
@@ -58,7 +107,7 @@ impl Decoder {
     /// The values of a weight, `[out, in]`.
     pub fn weight(&mut self, name: &str) -> Result<Vec<f32>> {
         let found = self.linears().into_iter().find(|l| l.path == name).map(|l| l.weight.clone());
-        let words = (self.words_path == name).then(|| self.words.clone());
+        let words = (self.entry.path == name).then(|| self.entry.words.clone());
         let Some(weight) = found.or(words) else { bail!("the model has no weight `{name}`") };
         Ok(weight.contiguous()?.flatten_all()?.to_vec1()?)
     }
@@ -80,8 +129,8 @@ impl Decoder {
             Ok(())
         };
         let mut values = values;
-        if self.words_path == name {
-            put(&mut self.words, &mut values)?;
+        if self.entry.path == name {
+            put(&mut self.entry.words, &mut values)?;
         }
         for linear in self.linears().into_iter().filter(|l| l.path == name) {
             put(&mut linear.weight, &mut values)?;
@@ -135,7 +184,7 @@ impl Decoder {
 
     /// Whether a weight's rows are looked up: that of the table of words.
     pub fn looks_up(&self, name: &str) -> bool {
-        self.words_path == name
+        self.entry.path == name
     }
 
     /// What is predicted to follow a row's tokens, at every so many places of which the last is one.
@@ -157,29 +206,18 @@ impl Decoder {
     /// The layer that a weight belongs to, one more than there are for what follows them all, and none for what
     /// comes before them.
     fn layer_of(&mut self, name: &str) -> Option<usize> {
-        let before = self.project_in.as_ref().is_some_and(|l| l.path == name) || self.words_path == name;
+        let before = self.entry.project.as_ref().is_some_and(|l| l.path == name) || self.entry.path == name;
         if before {
             return None;
         }
-        let has = |layer: &mut Layer| {
-            let mlp = layer.mlp.linears().into_iter().any(|l| l.path == name);
-            mlp || layer.attention.linears().into_iter().any(|l| l.path == name)
-        };
+        let has = |layer: &mut Layer| layer.linears().any(|l| l.path == name);
         Some(self.layers.iter_mut().position(has).unwrap_or(self.plan.layers.len()))
     }
 
-    fn watch(&mut self, watch: Option<&Arc<Watch>>) {
-        self.linears().into_iter().for_each(|l| l.watch = watch.cloned());
-    }
-
     fn linears(&mut self) -> Vec<&mut Linear> {
-        let mut all: Vec<&mut Linear> = self.project_in.iter_mut().collect();
-        for layer in &mut self.layers {
-            all.extend(layer.attention.linears());
-            all.extend(layer.mlp.linears());
-        }
-        all.extend(self.norm_scale.as_mut());
-        all.extend(self.project_out.as_mut());
+        let mut all: Vec<&mut Linear> = self.entry.project.iter_mut().collect();
+        self.layers.iter_mut().for_each(|layer| all.extend(layer.linears()));
+        all.extend(self.exit.linears());
         all.push(&mut self.head);
         all
     }

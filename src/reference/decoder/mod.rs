@@ -4,29 +4,27 @@
 
 mod attention;
 mod calibrate;
+mod ends;
 mod family;
 mod mlp;
 mod parts;
 mod plan;
 mod rope;
 
-use std::collections::{BTreeMap, btree_map::Entry};
+use std::collections::{BTreeMap, btree_map};
 
 use candle_core::Tensor;
 
-pub use self::calibrate::Predictions;
+pub use self::calibrate::{Predictions, observe, observe_by_layer};
 use self::{
     attention::{Attention, Places, soft_cap},
+    ends::{Entry, Exit, head_weight},
     family::Order,
     mlp::Mlp,
     parts::{Linear, Norm},
     plan::{LayerPlan, Plan},
 };
-use super::{
-    Inputs,
-    model::check,
-    scope::{Scope, rows},
-};
+use super::{Inputs, model::check, scope::Scope};
 use crate::{
     checkpoint::Checkpoint,
     error::{Context, Error, Result},
@@ -37,19 +35,10 @@ use crate::{
 #[derive(Clone)]
 pub struct Decoder {
     plan: Plan,
-    words: Tensor,
-    words_norm: Option<Norm>,
-    project_in: Option<Linear>,
-    /// Learned positions, and the row of position 0.
-    positions: Option<(Tensor, u32)>,
+    entry: Entry,
     layers: Vec<Layer>,
-    final_norm: Option<Norm>,
-    /// What a rotated model adds where its head is tied.
-    norm_scale: Option<Linear>,
-    project_out: Option<Linear>,
+    exit: Exit,
     head: Linear,
-    /// The checkpoint's name of `words`.
-    words_path: String,
 }
 
 /// What a decoder computes for `[batch, sequence]` ids.
@@ -69,44 +58,26 @@ impl Decoder {
             .within(|| format!("while opening the reference for {}", checkpoint.dir.display()))
     }
 
+    /// Refuses what is no causal language model that is known, without reading a weight.
+    pub fn refuse_others(checkpoint: &Checkpoint) -> Result<()> {
+        let plan = Plan::read(&checkpoint.config)?;
+        base(&plan, &Scope::root(&checkpoint.tensors)).map(|_| ())
+    }
+
     fn read(checkpoint: &Checkpoint) -> Result<Decoder> {
         let plan = Plan::read(&checkpoint.config)?;
         let root = Scope::root(&checkpoint.tensors);
         let base = base(&plan, &root)?;
-        let norm = |name: &str| Norm::open(&plan, &base, name);
-        let words_scope = base.join(plan.family.words);
-        let words = words_scope.tensor("weight")?;
-        let projection = |name: &str| {
-            base.has(&format!("{name}.weight")).then(|| Linear::open(&plan, &base, name)).transpose()
-        };
-        let positions = match plan.family.positions {
-            Some((name, first)) => Some((base.join(name).tensor("weight")?, first)),
-            None => None,
-        };
-        let mut layers = Vec::with_capacity(plan.layers.len());
-        for (i, layer) in plan.layers.iter().enumerate() {
-            layers.push(Layer::open(&plan, layer, &base.join(format!("{}.{i}", plan.family.layers)))?);
-        }
+        let entry = Entry::open(&plan, &base)?;
+        let layer =
+            |(i, numbers)| Layer::open(&plan, numbers, &base.join(format!("{}.{i}", plan.family.layers)));
+        let layers = plan.layers.iter().enumerate().map(layer).collect::<Result<_>>()?;
         let head = root.join(plan.family.head);
-        let tied = plan.tied && !head.has("weight");
-        let head_weight = if tied { words.clone() } else { head.tensor("weight")? };
-        let mut head = Linear::of(&head, head_weight)?;
-        if tied {
-            head.path = words_scope.path("weight");
-        }
-        Ok(Decoder {
-            words_norm: plan.family.words_norm.map(norm).transpose()?,
-            final_norm: plan.family.final_norm.map(norm).transpose()?,
-            project_in: projection("project_in")?,
-            norm_scale: projection("norm_scale")?,
-            project_out: projection("project_out")?,
-            head,
-            words_path: words_scope.path("weight"),
-            words,
-            positions,
-            layers,
-            plan,
-        })
+        let (path, tied) = head_weight(&plan, &root, &base);
+        let weight = if tied { entry.words.clone() } else { head.tensor("weight")? };
+        let mut head = Linear::of(&head, weight)?;
+        head.path = path;
+        Ok(Decoder { exit: Exit::open(&plan, &base)?, entry, layers, head, plan })
     }
 
     /// Runs all tokens; without a mask, none is padding. Positions are counted over what is not padding.
@@ -142,8 +113,8 @@ impl Decoder {
         for (layer, numbers) in self.layers.iter().zip(&plan.layers).skip(first) {
             // ALiBi is scaled with the scores, and those of its families have one scale.
             let bias = match biases.entry(numbers.window) {
-                Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(places.bias(plan, inputs, numbers)?),
+                btree_map::Entry::Occupied(known) => known.into_mut(),
+                btree_map::Entry::Vacant(new) => new.insert(places.bias(plan, inputs, numbers)?),
             };
             let attend = |x: &Tensor| layer.attention.run(plan, numbers, places, bias, x);
             x = layer.run(plan, &x, attend)?;
@@ -154,36 +125,14 @@ impl Decoder {
 
     /// What the head is applied to, and logits, of what the last layer gives.
     fn predict(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (plan, mut x) = (&self.plan, x.clone());
-        if let Some(norm) = &self.final_norm {
-            x = norm.run(&x)?;
-        }
-        if let Some(scale) = &self.norm_scale {
-            x = (&x + scale.run(&x)?)?;
-        }
-        if let Some(project) = &self.project_out {
-            x = project.run(&x)?;
-        }
+        let (plan, x) = (&self.plan, self.exit.run(x)?);
         let logits = (self.head.run(&x)? * plan.logits_scale)?;
         let logits = plan.logit_cap.map_or(Ok(logits.clone()), |cap| soft_cap(&logits, cap))?;
         Ok((x, logits))
     }
 
     fn embed(&self, inputs: &Inputs, places: &Places) -> Result<Tensor> {
-        let mut x =
-            (rows(&self.words, &inputs.input_ids).at(self.plan.family.words)? * self.plan.words_scale)?;
-        if let Some(norm) = &self.words_norm {
-            x = norm.run(&x)?;
-        }
-        if let Some(project) = &self.project_in {
-            x = project.run(&x)?;
-        }
-        if let Some((table, first)) = &self.positions {
-            let index: Vec<Vec<u32>> =
-                places.positions.iter().map(|row| row.iter().map(|p| p + first).collect()).collect();
-            x = (x + rows(table, &index).at("positions")?)?;
-        }
-        Ok(x)
+        self.entry.run(&self.plan, inputs, places)
     }
 }
 
@@ -218,6 +167,10 @@ impl Layer {
             before_mlp: norm(names.before_mlp)?,
             after_mlp: norm(names.after_mlp)?,
         })
+    }
+
+    fn linears(&mut self) -> impl Iterator<Item = &mut Linear> {
+        self.attention.linears().into_iter().chain(self.mlp.linears())
     }
 
     fn run(&self, plan: &Plan, x: &Tensor, attend: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {

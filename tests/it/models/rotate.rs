@@ -22,26 +22,8 @@ use super::{
 const STAYS: [&str; 4] = ["gemma2", "gemma3_text", "gemma3_text-types", "olmo2"];
 
 /// Families whose norms subtract means.
-const REFUSED: [&str; 18] = [
-    "bloom",
-    "cohere",
-    "cohere-qk-norm",
-    "falcon",
-    "falcon-alibi",
-    "falcon-gqa",
-    "gpt2",
-    "gpt2-scaled",
-    "gpt_neo",
-    "gpt_neox",
-    "gpt_neox-serial",
-    "opt",
-    "opt-350m",
-    "phi",
-    "phi-qk-norm",
-    "stablelm",
-    "stablelm-parallel",
-    "starcoder2",
-];
+const REFUSED: [&str; 10] =
+    ["bloom", "cohere", "falcon", "gpt2", "gpt_neo", "gpt_neox", "opt", "phi", "stablelm", "starcoder2"];
 
 fn rotated(checkpoint: &Checkpoint) -> silane::Result<models::Rotated> {
     models::rotated(checkpoint, checkpoint.config.model_type()?)
@@ -54,7 +36,7 @@ fn rotated_models_compute_what_transformers_does() {
         let rotated = match rotated(&plain) {
             Ok(rotated) => rotated,
             Err(e) => {
-                assert!(REFUSED.contains(name), "{name}: {e}");
+                assert!(REFUSED.contains(&name.split('-').next().unwrap()), "{name}: {e}");
                 assert!(e.to_string().contains("subtract means"), "{name}: {e}");
                 continue;
             }
