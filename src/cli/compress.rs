@@ -184,10 +184,15 @@ pub(super) fn rotation_json(rotated: &Rotated) -> serde_json::Value {
 
 /// What smoothing moved, and by reason where it did not.
 pub(super) fn smoothing(alpha: f32, smoothing: &Smoothing) -> String {
-    let norms = ui::counted(smoothing.smoothed.len() as u64, "norm");
+    let count = |product| smoothing.smoothed.iter().filter(|s| s.product == product).count() as u64;
+    let norms = ui::counted(count(false), "norm");
+    let products = match count(true) {
+        0 => String::new(),
+        n => format!(" and {}", ui::counted(n, "product")),
+    };
     let layers: usize = smoothing.smoothed.iter().map(|s| s.layers).sum();
     let layers = ui::counted(layers as u64, "weight");
-    let mut text = format!("  smoothed {norms} before {layers}, by {alpha}");
+    let mut text = format!("  smoothed {norms}{products} before {layers}, by {alpha}");
     if !smoothing.smoothed.is_empty() {
         let least = smoothing.smoothed.iter().map(|s| s.least).fold(f32::INFINITY, f32::min);
         let largest = smoothing.smoothed.iter().map(|s| s.largest).fold(0.0, f32::max);
@@ -196,14 +201,16 @@ pub(super) fn smoothing(alpha: f32, smoothing: &Smoothing) -> String {
     let mut reasons: BTreeMap<&str, u64> = BTreeMap::new();
     smoothing.left.values().for_each(|why| *reasons.entry(why).or_default() += 1);
     for (why, n) in reasons {
-        text.push_str(&format!("\n    not {}: {why}", ui::counted(n, "norm")));
+        text.push_str(&format!("\n    not in {}: {why}", ui::counted(n, "place")));
     }
     text
 }
 
 pub(super) fn smoothing_json(alpha: f32, smoothing: &Smoothing) -> serde_json::Value {
-    let one =
-        |s: &Smoothed| json!({"norm": s.norm, "weights": s.layers, "least": s.least, "largest": s.largest});
+    let one = |s: &Smoothed| {
+        let of = if s.product { "product" } else { "norm" };
+        json!({of: s.name, "weights": s.layers, "least": s.least, "largest": s.largest})
+    };
     json!({
         "alpha": (f64::from(alpha) * 1e6).round() / 1e6,
         "smoothed": smoothing.smoothed.iter().map(one).collect::<Vec<_>>(),

@@ -3,6 +3,9 @@
 //! A norm's scale is divided by s and the columns of all layers that it feeds are multiplied by it, with
 //! s = max|x|^α / max|W|^(1 − α) rounded to a power of two, so that in fp16 no number changes but its exponent
 //! (SmoothQuant, arXiv:2211.10438). A norm whose output anything else reads is left, with the reason.
+//! Where a layer's outputs are multiplied by something before other layers read them, as in a gated feed-forward block,
+//! its rows are divided in the norm's place; of such factors only ratios matter, so all are moved to where weights of
+//! 8 bits keep normal scales.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -28,10 +31,11 @@ pub struct Smoothing {
     pub divisors: BTreeMap<String, Arc<Vec<f32>>>,
 }
 
-/// A norm whose scale was divided.
+/// A norm whose scale was divided, or a product of which the rows of one side were.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Smoothed {
-    pub norm: String,
+    pub name: String,
+    pub product: bool,
     /// Weights that were multiplied.
     pub layers: usize,
     /// The least and the largest of what it was divided by.
@@ -39,22 +43,50 @@ pub struct Smoothed {
     pub largest: f32,
 }
 
-/// A norm as one function has it, with its scale and what it feeds, by the ids of constants.
+/// A norm or a product as one function has it, with what is divided and what it feeds, by the ids of constants.
 struct Found {
     program: usize,
     function: String,
-    norm: String,
+    name: String,
+    feed: Feed,
+}
+
+/// What is divided, and the weights that are multiplied in return.
+struct Feed {
+    product: bool,
     channels: usize,
-    scales: Vec<ValueId>,
+    scales: Vec<Scaled>,
     layers: Vec<ValueId>,
 }
 
-/// The same norm in all functions.
+/// A constant of which some rows, of so many elements each, are divided.
+#[derive(Clone, Copy)]
+struct Scaled {
+    id: ValueId,
+    first: usize,
+    inner: usize,
+}
+
+impl Scaled {
+    /// The scale of a norm, or what is added to what it scaled.
+    fn norm(id: ValueId) -> Scaled {
+        Scaled { id, first: 0, inner: 1 }
+    }
+}
+
+/// The same norm or product in all functions.
 #[derive(Default)]
 struct Group {
     found: Vec<Found>,
-    scales: BTreeMap<String, Weight>,
+    scales: BTreeMap<String, (Weight, Scaled)>,
     layers: BTreeMap<String, Weight>,
+}
+
+impl Group {
+    /// Keys of the weights that are divided and of those that are multiplied.
+    fn keys(&self) -> impl Iterator<Item = &String> {
+        self.scales.keys().chain(self.layers.keys())
+    }
 }
 
 /// A constant: the program, the function and the value.
@@ -62,6 +94,8 @@ type Place = (usize, String, ValueId);
 
 /// Exponents beyond which nothing is moved.
 const MOST: i32 = 14;
+/// The exponent that the largest of a layer's weights keeps, so that a scale of 8 bits stays a normal number.
+const LEAST: i32 = -7;
 
 /// Moves scales in programs that are parts of one model; `largest` has the largest magnitudes that a text gave
 /// the channels of layers, by the checkpoint's names of their weights.
@@ -76,14 +110,14 @@ pub fn smooth(
     let mut done = Smoothing::default();
     let mut groups = groups(programs, &mut done.left);
     refuse_shared(programs, &mut groups, &mut done.left);
-    let mut divided: HashMap<Place, Arc<Vec<f32>>> = HashMap::new();
+    let mut divided: HashMap<Place, (Scaled, Arc<Vec<f32>>)> = HashMap::new();
     let mut multiplied: HashMap<Place, Arc<Vec<f32>>> = HashMap::new();
     for group in groups.values() {
         let Some(first) = group.found.first() else { continue };
-        let s = match factors_of(group, first.channels, largest, alpha).at(&first.norm)? {
+        let s = match factors_of(group, &first.feed, largest, alpha).at(&first.name)? {
             Ok(s) => Arc::new(s),
             Err(why) => {
-                done.left.insert(first.norm.clone(), why);
+                done.left.insert(first.name.clone(), why);
                 continue;
             }
         };
@@ -94,11 +128,12 @@ pub fn smooth(
         }
         for f in &group.found {
             let place = |id: &ValueId| (f.program, f.function.clone(), *id);
-            divided.extend(f.scales.iter().map(|id| (place(id), s.clone())));
-            multiplied.extend(f.layers.iter().map(|id| (place(id), s.clone())));
+            divided.extend(f.feed.scales.iter().map(|scaled| (place(&scaled.id), (*scaled, s.clone()))));
+            multiplied.extend(f.feed.layers.iter().map(|id| (place(id), s.clone())));
         }
         done.smoothed.push(Smoothed {
-            norm: first.norm.clone(),
+            name: first.name.clone(),
+            product: first.feed.product,
             layers: group.layers.len(),
             least: s.iter().copied().fold(f32::INFINITY, f32::min),
             largest: s.iter().copied().fold(0.0, f32::max),
@@ -110,10 +145,12 @@ pub fn smooth(
                 let ("const", [id]) = (op.kind.as_str(), op.outputs.as_slice()) else { return };
                 let place = (i, name.clone(), *id);
                 if let Some(Const { data: Data::Weight(w), .. }) = op.attrs.get_mut("val") {
-                    if let Some(s) = divided.get(&place) {
-                        *w = moved(w, s, false);
-                    } else if let Some(s) = multiplied.get(&place) {
-                        *w = moved(w, s, true);
+                    // The rows of a layer that reads a norm may be divided for what reads the layer.
+                    if let Some(s) = multiplied.get(&place) {
+                        *w = multiply(w, s);
+                    }
+                    if let Some((scaled, s)) = divided.get(&place) {
+                        *w = divide(w, *scaled, s);
                     }
                 }
             });
@@ -122,46 +159,66 @@ pub fn smooth(
     Ok(done)
 }
 
-/// The weight with its channels multiplied, along its second axis, or divided, its first elements.
-fn moved(weight: &Weight, s: &Arc<Vec<f32>>, up: bool) -> Weight {
-    let digest = Sha256::digest(s.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
-    let digest: String = digest.iter().take(8).map(|b| format!("{b:02x}")).collect();
-    let how = format!("smoothed {} {digest}", if up { "×" } else { "÷" });
-    let s = s.clone();
-    let inner: usize = if up { weight.shape.iter().skip(2).product() } else { 1 };
-    weight.map(&how, weight.dtype, weight.shape.clone(), move |mut values| {
-        if up {
-            for (i, v) in values.iter_mut().enumerate() {
-                *v *= s[i / inner.max(1) % s.len()];
-            }
-        } else {
-            values.iter_mut().zip(s.iter()).for_each(|(v, s)| *v /= s);
+/// The weight with its channels multiplied, along its second axis.
+fn multiply(weight: &Weight, s: &Arc<Vec<f32>>) -> Weight {
+    let inner: usize = weight.shape.iter().skip(2).product();
+    let factors = s.clone();
+    weight.map(&how("×", s), weight.dtype, weight.shape.clone(), move |mut values| {
+        for (i, v) in values.iter_mut().enumerate() {
+            *v *= factors[i / inner.max(1) % factors.len()];
         }
         Ok(values)
     })
 }
 
-/// Norms by the keys of their scales, and the reasons of those that cannot be smoothed.
+/// The weight with some of its rows divided.
+fn divide(weight: &Weight, Scaled { first, inner, .. }: Scaled, s: &Arc<Vec<f32>>) -> Weight {
+    let factors = s.clone();
+    let how = how(&format!("÷ from {first}"), s);
+    weight.map(&how, weight.dtype, weight.shape.clone(), move |mut values| {
+        let rows = values.chunks_mut(inner.max(1)).skip(first);
+        rows.zip(factors.iter()).for_each(|(row, s)| row.iter_mut().for_each(|v| *v /= s));
+        Ok(values)
+    })
+}
+
+fn how(what: &str, s: &[f32]) -> String {
+    let digest = Sha256::digest(s.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+    let digest: String = digest.iter().take(8).map(|b| format!("{b:02x}")).collect();
+    format!("smoothed {what} {digest}")
+}
+
+/// Norms and products by the keys of what is divided, and the reasons of norms that cannot be smoothed.
 fn groups(programs: &[&mut Program], left: &mut BTreeMap<String, String>) -> BTreeMap<String, Group> {
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
     for (i, program) in programs.iter().enumerate() {
         for (name, function) in &program.functions {
             let view = View::new(function);
             function.body.walk(&mut |op| {
-                if op.kind != "layer_norm" {
-                    return;
-                }
-                match view.follow(op) {
-                    Ok((channels, scales, layers)) => {
-                        let weight =
-                            |id: &ValueId| view.weights.get(id).map(|w| (w.key.clone(), (*w).clone()));
-                        let keys: Vec<String> =
-                            scales.iter().filter_map(|id| weight(id).map(|w| w.0)).collect();
-                        let group = groups.entry(keys.join(" & ")).or_default();
-                        group.scales.extend(scales.iter().filter_map(weight));
-                        group.layers.extend(layers.iter().filter_map(weight));
-                        let (function, norm) = (name.clone(), op.name().to_string());
-                        group.found.push(Found { program: i, function, norm, channels, scales, layers });
+                let feed = match op.kind.as_str() {
+                    "layer_norm" => view.follow(op),
+                    "mul" => match view.product(op) {
+                        Some(feed) => Ok(feed),
+                        None => return,
+                    },
+                    _ => return,
+                };
+                match feed {
+                    Ok(feed) => {
+                        let weight = |id: &ValueId| view.weights.get(id).map(|w| (*w).clone());
+                        let scales: Vec<(String, (Weight, Scaled))> = feed
+                            .scales
+                            .iter()
+                            .filter_map(|s| weight(&s.id).map(|w| (w.key.clone(), (w, *s))))
+                            .collect();
+                        let signature = scales.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>();
+                        let group = groups.entry(signature.join(" & ")).or_default();
+                        group.scales.extend(scales);
+                        group
+                            .layers
+                            .extend(feed.layers.iter().filter_map(weight).map(|w| (w.key.clone(), w)));
+                        let (function, name) = (name.clone(), op.name().to_string());
+                        group.found.push(Found { program: i, function, name, feed });
                     }
                     Err(why) => drop(left.insert(op.name().into(), why)),
                 }
@@ -171,7 +228,8 @@ fn groups(programs: &[&mut Program], left: &mut BTreeMap<String, String>) -> BTr
     groups
 }
 
-/// Leaves norms whose scale or layers are read in another place too, where they would be other weights.
+/// Leaves norms and products whose constants are read in another place too, where they would be other weights. What is
+/// divided for one may be multiplied for another.
 fn refuse_shared(
     programs: &[&mut Program],
     groups: &mut BTreeMap<String, Group>,
@@ -186,33 +244,32 @@ fn refuse_shared(
         });
     }
     loop {
-        let mut known: BTreeMap<&str, usize> = BTreeMap::new();
-        let mut owners: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        let mut owners: BTreeMap<(&str, bool), BTreeSet<&str>> = BTreeMap::new();
         for (signature, group) in groups.iter() {
-            for key in group.scales.keys().chain(group.layers.keys()) {
-                let places = group.found.iter().filter(|f| f.holds(programs, key)).count();
-                *known.entry(key).or_default() += places;
-                owners.entry(key).or_default().insert(signature);
+            let all = group.scales.keys().map(|key| (key, true));
+            for (key, divided) in all.chain(group.layers.keys().map(|key| (key, false))) {
+                owners.entry((key, divided)).or_default().insert(signature);
             }
         }
-        let odd = |key: &String| {
-            known.get(key.as_str()) != readers.get(key.as_str())
-                || owners.get(key.as_str()).is_some_and(|o| o.len() > 1)
+        let odd = |group: &Group, key: &String| {
+            let places = group.found.iter().filter(|f| f.holds(programs, key)).count();
+            let owned = |divided| owners.get(&(key.as_str(), divided)).map_or(0, BTreeSet::len);
+            readers.get(key.as_str()) != Some(&places) || owned(true) > 1 || owned(false) > 1
         };
         let bad = groups.iter().find_map(|(signature, group)| {
-            let key = group.scales.keys().chain(group.layers.keys()).find(|k| odd(k))?;
+            let key = group.keys().find(|key| odd(group, key))?;
             Some((signature.clone(), key.clone()))
         });
         let Some((signature, key)) = bad else { return };
         if let Some(found) = groups.remove(&signature).and_then(|g| g.found.into_iter().next()) {
             let name = tensors_of(&key).and_then(|n| n.first().map(|n| (*n).to_string())).unwrap_or(key);
-            left.entry(found.norm).or_insert_with(|| format!("`{name}` is read in another place too"));
+            left.entry(found.name).or_insert_with(|| format!("`{name}` is read in another place too"));
         }
     }
 }
 
 impl Found {
-    /// Whether a constant of this key is among the norm's own.
+    /// Whether a constant of this key is among its own.
     fn holds(&self, programs: &[&mut Program], key: &str) -> bool {
         let Some(function) = programs.get(self.program).and_then(|p| p.functions.get(&self.function)) else {
             return false;
@@ -221,7 +278,8 @@ impl Found {
         function.body.walk(&mut |op| {
             let [id] = op.outputs[..] else { return };
             if let Some(Const { data: Data::Weight(w), .. }) = op.constant() {
-                found |= w.key == key && (self.scales.contains(&id) || self.layers.contains(&id));
+                let own = self.feed.layers.contains(&id) || self.feed.scales.iter().any(|s| s.id == id);
+                found |= w.key == key && own;
             }
         });
         found
@@ -231,10 +289,11 @@ impl Found {
 /// Powers of two for the channels, or why there are none.
 fn factors_of(
     group: &Group,
-    channels: usize,
+    Feed { product, channels, .. }: &Feed,
     largest: &BTreeMap<String, Arc<Vec<f32>>>,
     alpha: f32,
 ) -> Result<Result<Vec<f32>, String>> {
+    let channels = *channels;
     let mut given = vec![0f32; channels];
     let mut known = false;
     for name in group.layers.keys().flat_map(|key| tensors_of(key).unwrap_or_default()) {
@@ -258,30 +317,54 @@ fn factors_of(
     }
     // Scales stay normal numbers, and weights below what overflows.
     let (mut low, mut high) = (vec![-MOST; channels], vec![MOST; channels]);
-    for scale in group.scales.values() {
-        for (i, v) in scale.floats()?.iter().take(channels).enumerate() {
-            if v.is_finite() && *v != 0.0 {
-                let exponent = exponent(*v);
-                // What is subnormal already is left alone.
-                let (least, most) = if exponent < -14 { (0, 0) } else { (exponent - 15, exponent + 14) };
-                low[i] = low[i].max(least);
-                high[i] = high[i].min(most);
+    for (scale, Scaled { first, inner, .. }) in group.scales.values() {
+        let values = scale.floats()?;
+        for (i, row) in values.chunks((*inner).max(1)).skip(*first).take(channels).enumerate() {
+            let most = row.iter().fold(0f32, |most, v| most.max(v.abs()));
+            if most == 0.0 || !most.is_finite() {
+                continue;
             }
+            let exponent = exponent(most);
+            let (least, most) = match (product, inner) {
+                // What is subnormal already is left alone.
+                (false, _) if exponent < -14 => (0, 0),
+                (false, _) => (exponent - 15, exponent + 14),
+                (true, 1) => (exponent - 15, MOST),
+                (true, _) => (exponent - 15, exponent - LEAST),
+            };
+            low[i] = low[i].max(least);
+            high[i] = high[i].min(most);
         }
     }
-    let one = |i: usize| {
-        let (x, w) = (given[i], weights[i]);
-        if !(x > 0.0 && w > 0.0 && x.is_finite() && w.is_finite()) {
-            return 1.0;
+    let mut wanted = vec![None; channels];
+    for (i, (x, w)) in given.iter().zip(&weights).enumerate() {
+        if !(*x > 0.0 && *w > 0.0 && x.is_finite() && w.is_finite()) {
+            continue;
         }
-        let alpha = f64::from(alpha);
-        #[expect(clippy::cast_possible_truncation, reason = "an exponent")]
-        let wanted = (alpha * f64::from(x).log2() - (1.0 - alpha) * f64::from(w).log2()).round() as i32;
-        let high = high[i].min(15 - exponent(w));
+        high[i] = high[i].min(15 - exponent(*w));
+        if *product {
+            low[i] = low[i].max(LEAST - exponent(*w));
+        }
         // Where no exponent does for all of them, nothing is moved.
-        if low[i] > high { 1.0 } else { 2f32.powi(wanted.clamp(low[i], high)) }
+        if low[i] <= high[i] {
+            let alpha = f64::from(alpha);
+            wanted[i] = Some(alpha * f64::from(*x).log2() - (1.0 - alpha) * f64::from(*w).log2());
+        }
+    }
+    #[expect(clippy::cast_possible_truncation, reason = "an exponent")]
+    let exponents = |by: i32| -> Vec<Option<i32>> {
+        let one = |i: usize| Some(((wanted[i]? + f64::from(by)).round() as i32).clamp(low[i], high[i]));
+        (0..channels).map(one).collect()
     };
-    Ok(Ok((0..channels).map(one).collect()))
+    let off = |by: i32| -> f64 {
+        let terms = exponents(by).into_iter().zip(&wanted);
+        terms.filter_map(|(e, w)| Some((f64::from(e?) - (*w)? - f64::from(by)).abs())).sum()
+    };
+    let by = match product {
+        true => (-MOST..=MOST).min_by(|a, b| off(*a).total_cmp(&off(*b)).then(a.abs().cmp(&b.abs()))),
+        false => None,
+    };
+    Ok(Ok(exponents(by.unwrap_or(0)).into_iter().map(|e| e.map_or(1.0, |e| 2f32.powi(e))).collect()))
 }
 
 /// Of a finite number above zero in magnitude: the power of two that is no larger.
@@ -294,6 +377,8 @@ fn exponent(v: f32) -> i32 {
 struct View<'a> {
     function: &'a Function,
     readers: HashMap<ValueId, Vec<(&'a Op, &'a str)>>,
+    /// What makes a value, and which of its results it is.
+    makers: HashMap<ValueId, (&'a Op, usize)>,
     results: Vec<ValueId>,
     weights: HashMap<ValueId, &'a Weight>,
     constants: HashMap<ValueId, &'a Const>,
@@ -304,6 +389,7 @@ impl<'a> View<'a> {
         let mut view = View {
             function,
             readers: HashMap::new(),
+            makers: HashMap::new(),
             results: Vec::new(),
             weights: HashMap::new(),
             constants: HashMap::new(),
@@ -321,6 +407,7 @@ impl<'a> View<'a> {
                     }
                 }
             }
+            self.makers.extend(op.outputs.iter().enumerate().map(|(i, id)| (*id, (op, i))));
             if let (Some(constant), [id]) = (op.constant(), op.outputs.as_slice()) {
                 self.constants.insert(*id, constant);
                 if let Data::Weight(w) = &constant.data {
@@ -358,9 +445,8 @@ impl<'a> View<'a> {
         self.weights.get(&id).copied().filter(|_| alone)
     }
 
-    /// From a norm over channels on to the layers that read it: channels, the constants that are divided, and the weights
-    /// that are multiplied.
-    fn follow(&self, norm: &'a Op) -> Result<(usize, Vec<ValueId>, Vec<ValueId>), String> {
+    /// From a norm over channels on to the layers that read it.
+    fn follow(&self, norm: &'a Op) -> Result<Feed, String> {
         if self.ints(norm, "axes").as_deref() != Some(&[1]) {
             return Err("it is not over the channels".into());
         }
@@ -370,7 +456,7 @@ impl<'a> View<'a> {
         for param in ["gamma", "beta"] {
             if let Some(id) = Self::value(norm, param) {
                 self.own(id).ok_or(format!("its `{param}` is no weight of its own"))?;
-                scales.push(id);
+                scales.push(Scaled::norm(id));
                 scaled |= param == "gamma";
             }
         }
@@ -385,7 +471,7 @@ impl<'a> View<'a> {
                 if !scaled {
                     return Err("it has no scale".into());
                 }
-                return Ok((channels, scales, layers));
+                return Ok(Feed { product: false, channels, scales, layers });
             }
             let [(op, param)] = readers else {
                 let other = readers.iter().find(|(op, _)| op.kind != "conv");
@@ -407,12 +493,56 @@ impl<'a> View<'a> {
                         scales.clear();
                         scaled = true;
                     }
-                    scales.push(id);
+                    scales.push(Scaled::norm(id));
                 }
                 kind => return Err(format!("{kind} reads it, which is no linear layer")),
             }
             at = next;
         }
+    }
+
+    /// From a product that only layers read back to a layer whose outputs, all or an equal share, are one side of it.
+    fn product(&self, mul: &'a Op) -> Option<Feed> {
+        let [at] = mul.outputs[..] else { return None };
+        let channels = self.channels(at).ok().filter(|_| !self.results.contains(&at))?;
+        let readers = self.readers.get(&at)?;
+        if !readers.iter().all(|(op, p)| op.kind == "conv" && *p == "x") {
+            return None;
+        }
+        let layers = self.layers(readers, channels).ok()?;
+        let scales = ["y", "x"].into_iter().find_map(|side| self.rows(Self::value(mul, side)?, channels))?;
+        Some(Feed { product: true, channels, scales, layers })
+    }
+
+    /// The rows of a layer's weight and bias that make a value which is read once.
+    fn rows(&self, side: ValueId, channels: usize) -> Option<Vec<Scaled>> {
+        let once = |id: &ValueId| {
+            !self.results.contains(id) && self.readers.get(id).is_some_and(|readers| readers.len() == 1)
+        };
+        let mut maker = self.makers.get(&side).filter(|_| once(&side))?;
+        let mut share = 0;
+        if maker.0.kind == "split" && self.ints(maker.0, "axis").as_deref() == Some(&[1]) {
+            share = maker.1;
+            let whole = Self::value(maker.0, "x").filter(once)?;
+            maker = self.makers.get(&whole)?;
+        }
+        let (conv, _) = *maker;
+        if conv.kind != "conv" || self.ints(conv, "groups").is_some_and(|groups| groups != [1]) {
+            return None;
+        }
+        let weight = Self::value(conv, "weight")?;
+        let shape = &self.own(weight)?.shape;
+        let first = share * channels;
+        if shape.first().is_none_or(|rows| *rows < first + channels) || self.channels(side).ok()? != channels
+        {
+            return None;
+        }
+        let mut scales = vec![Scaled { id: weight, first, inner: shape.iter().skip(1).product() }];
+        if conv.params.contains_key("bias") {
+            let bias = Self::value(conv, "bias").filter(|id| self.own(*id).is_some())?;
+            scales.push(Scaled { id: bias, first, inner: 1 });
+        }
+        Some(scales)
     }
 
     fn channels(&self, id: ValueId) -> Result<usize, String> {

@@ -611,7 +611,7 @@ fn smoothed_models_are_valid() {
         assert_eq!(ran.code, 0, "{more:?}: {}{}", ran.out, ran.err);
         let json = ran.json();
         assert_eq!(json["smoothing"]["alpha"], 0.5, "{more:?}");
-        assert_eq!(json["smoothing"]["smoothed"].as_array().unwrap().len(), 7, "{more:?}");
+        assert_eq!(json["smoothing"]["smoothed"].as_array().unwrap().len(), 10, "{more:?}");
         if more.contains(&"--gptq") {
             let tensors = json["quantization"]["tensors"].as_array().unwrap();
             assert!(tensors.iter().filter(|t| t["op"] == "conv").all(|t| t["calibrated"] == "gptq"));
@@ -631,7 +631,8 @@ fn smoothed_models_are_valid() {
     let told =
         bench.run(&["convert", "llama", "-o", "t.mlpackage", "--calibrate", "text.txt", "--smooth", "0.3"]);
     assert!(
-        told.err.contains("smoothed 7 norms before 7 weights, by 0.3; channels are divided by"),
+        told.err
+            .contains("smoothed 7 norms and 3 products before 10 weights, by 0.3; channels are divided by"),
         "{}",
         told.err
     );
