@@ -20,17 +20,17 @@ pub struct Turns {
     /// Norms of the residual stream, and the layers that read each.
     pub(super) norms: &'static [Read],
     /// Added to the weights of norms.
-    pub plus: f32,
+    pub(super) plus: f32,
     /// Layers that add to the stream.
-    pub writers: &'static [&'static str],
+    pub(super) writers: &'static [&'static str],
     /// What has to do with heads alone.
-    pub others: &'static [&'static str],
+    pub(super) others: &'static [&'static str],
     /// Why the stream cannot be rotated, where it cannot.
-    pub stays: Option<&'static str>,
+    pub(super) stays: Option<&'static str>,
     /// Gives values, as the last of its outputs.
-    pub values: &'static str,
+    pub(super) values: &'static str,
     /// Reads what heads attended to.
-    pub joined: &'static str,
+    pub(super) joined: &'static str,
 }
 
 /// A norm, and the layers that read it.
