@@ -25,7 +25,7 @@ use crate::{
 #[derive(Debug, Default)]
 pub struct Smoothing {
     pub smoothed: Vec<Smoothed>,
-    /// Names of norms that stay as they are, and why.
+    /// Names of norms and products that stay as they are, and why.
     pub left: BTreeMap<String, String>,
     /// What the inputs of layers are divided by, by the checkpoint's names of their weights.
     pub divisors: BTreeMap<String, Arc<Vec<f32>>>,
@@ -521,7 +521,9 @@ impl<'a> View<'a> {
         };
         let mut maker = self.makers.get(&side).filter(|_| once(&side))?;
         let mut share = 0;
-        if maker.0.kind == "split" && self.ints(maker.0, "axis").as_deref() == Some(&[1]) {
+        // Shares of other sizes would begin elsewhere.
+        let equal = maker.0.params.contains_key("num_splits");
+        if maker.0.kind == "split" && equal && self.ints(maker.0, "axis").as_deref() == Some(&[1]) {
             share = maker.1;
             let whole = Self::value(maker.0, "x").filter(once)?;
             maker = self.makers.get(&whole)?;
