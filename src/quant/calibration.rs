@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// What the layers that share it were given.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default)]
 pub struct Inputs {
     /// The mean square of each input channel.
     pub moments: Vec<f32>,
@@ -316,10 +316,10 @@ impl Guide {
 
     /// The products of inputs, 1 in the mean of squares.
     pub(super) fn hessian(&self) -> Result<Option<Vec<f32>>> {
-        let Some(given) = &self.inputs.hessian else { return Ok(None) };
-        let mut given = given.floats()?;
+        let Some(products) = &self.inputs.hessian else { return Ok(None) };
+        let mut given = products.floats()?;
         if let Some(bad) = given.iter().find(|h| !h.is_finite()) {
-            bail!("a product of inputs is {bad}"; hint: "the text drives the model out of range, or its weights are damaged");
+            bail!("{}: a product of inputs is {bad}", products.key; hint: "the text drives the model out of range, or its weights are damaged");
         }
         let tight = self.inputs.moments.len();
         let mean = mean((0..tight).map(|i| given[i * tight + i]));
