@@ -9,6 +9,7 @@
 //! as a weight of a program; what is read back is run by the reference, a row of 512 tokens at a time. Divergence
 //! is that of predictions from the unquantized model's, in nats a token; what is measured before, on the
 //! tokens that schemes are chosen on, stands beside it. ROWS is a part of the names of rows that are wanted.
+//! With `--rotate` the model is rotated first.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a bench reports, and fails by panicking")]
 #![expect(clippy::cast_precision_loss, reason = "there are some thousand tokens")]
 

@@ -173,7 +173,7 @@ pub(super) struct Lessons<'a> {
 
 impl Lessons<'_> {
     /// The largest magnitudes that the text gives the channels of each layer.
-    pub(super) fn largest(&mut self) -> Result<BTreeMap<String, Arc<Vec<f32>>>> {
+    pub(super) fn largest(&self) -> Result<BTreeMap<String, Arc<Vec<f32>>>> {
         let mut all = BTreeMap::new();
         self.observe(Wanted::Moments, &Divisors::new(), |given| {
             all.extend(given.into_iter().map(|(name, g)| (name, Arc::new(g.largest.clone()))));

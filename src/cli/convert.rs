@@ -275,7 +275,7 @@ pub(super) fn run(args: &Args) -> Result<Answer> {
         part.notes.iter().for_each(ui::note);
         passes::tidy(&mut part.program)?;
     }
-    let smoothing = match (&mut lessons, args.calibrating.smooth()) {
+    let smoothing = match (&lessons, args.calibrating.smooth()) {
         (Some(lessons), Some(alpha)) => {
             let mut programs: Vec<&mut Program> = parts.iter_mut().map(|p| &mut p.program).collect();
             Some((alpha, quant::smooth(&mut programs, &lessons.largest()?, alpha)?))

@@ -40,7 +40,7 @@ pub(super) static GEMMA: Decoder = Decoder {
 };
 
 pub(super) static GEMMA2: Decoder =
-    Decoder { shape: shape2, layer: later, logits: logits2, turns: Some(&Turns::HEADS), ..GEMMA };
+    Decoder { shape: shape2, layer: later, logits: logits2, turns: Some(&Turns::NORMED_BLOCKS), ..GEMMA };
 
 pub(super) static GEMMA3: Decoder = Decoder { shape: shape3, ..GEMMA2 };
 

@@ -10,7 +10,7 @@ use crate::{
     nn::{Hidden, Net, cache::Steps, head_norm::HeadNorm, rms::Rms},
 };
 
-pub(super) static OLMO2: Decoder = Decoder { layer, turns: Some(&Turns::HEADS), ..llama::LLAMA };
+pub(super) static OLMO2: Decoder = Decoder { layer, turns: Some(&Turns::NORMED_BLOCKS), ..llama::LLAMA };
 
 fn layer(n: &mut Net<'_>, shape: &Shape, steps: &mut Steps, place: Place, x: Hidden) -> Result<Hidden> {
     n.within(&format!("layers.{}", place.layer), |n| {

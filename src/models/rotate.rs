@@ -51,8 +51,8 @@ impl Turns {
         joined: "self_attn.o_proj",
     };
 
-    /// Of families with norms after blocks.
-    pub(super) const HEADS: Turns = Turns {
+    /// Of families that normalise what blocks give.
+    pub(super) const NORMED_BLOCKS: Turns = Turns {
         stays: Some("each block's result is normalised before it is added to the residual stream"),
         ..Turns::LLAMA
     };
@@ -190,7 +190,9 @@ impl<'a> Rotating<'a> {
 
     /// The embedding and the head by themselves.
     fn table(&mut self) -> Result<()> {
-        let Some(table) = Table::of(self.shape.hidden) else { return Ok(()) };
+        let Some(table) = Table::of(self.shape.hidden) else {
+            bail!("{} channels are odd, so words cannot be rotated", self.shape.hidden; hint: "leave `--rotate` out");
+        };
         let words = self.place(&format!("{}.weight", self.shape.embedding));
         let head = Some("lm_head.weight").filter(|head| self.from.tensors.contains(head));
         for name in [Some(words.as_str()), head].into_iter().flatten() {

@@ -36,7 +36,7 @@ pub(super) struct Exit {
     project: Option<Linear>,
 }
 
-/// Where the head's weight is: its scope, or that of the words where they are tied.
+/// The checkpoint's name of the head's weight, and whether it is that of the words, to which it is tied.
 pub(super) fn head_weight(plan: &Plan, root: &Scope<'_>, base: &Scope<'_>) -> (String, bool) {
     let head = root.join(plan.family.head);
     match plan.tied && !head.has("weight") {
